@@ -104,7 +104,7 @@ class Build(build):
 
 
 KERNELS = Path("decant/engine/cpu/kernels")
-FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-ffp-contract=off", "-fopenmp")
+FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-mf16c", "-ffp-contract=off", "-fopenmp")
 AVX512 = ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "bf16")
 CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),

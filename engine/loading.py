@@ -5,8 +5,11 @@ from functools import partial
 
 from decant.engine.backends import choose_backend
 from decant.engine.checkpoint import checkpoint
+from decant.engine.checkpoint.quantize import Quantization, quantize
+from decant.engine.checkpoint.weight_format import PLAIN
+from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout
-from decant.engine.library_errors import translate_device_errors
+from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model.backend import Backend
 from decant.engine.model.model import ModelConfig, ModelDevice, ReadModel, make_device
 
@@ -25,16 +28,31 @@ def load(
     progress(0)
     backend = backend or choose_backend(config)
     source = checkpoint.open(config.model, config.revision)
+    if config.quantize is not None:
+        _check_quantize(config.quantize, source, backend)
     dtype = source.choose_dtype(config.dtype, backend.dtypes)
     context_length = source.choose_context_length(config.context_length)
     weights = source.weights()
     progress(HASHED)
-    model = source.read(dtype, backend.device, load_to_device=backend.loads_to_device)
+    model = source.read(dtype, backend.device, load_to_device=backend.loads_to_device, keep_codes=backend.keeps_codes)
+    if config.quantize is not None:
+        with refuse_model_on_error(source.name, "its weights can't be quantized"):
+            quantize(model, config.quantize)
     progress(READ)
 
     def layout_hash(layout: KvLayout) -> str:
-        return checkpoint.layout_hash(weights, layout, context_length, dtype, backend.identity)
+        dtypes = f"{dtype}" if config.quantize is None else f"{dtype} from {config.quantize}"
+        return checkpoint.layout_hash(weights, layout, context_length, dtypes, backend.identity)
 
     check_files = partial(weights.check_unchanged, source.name)
     read = ReadModel(model, source.name, context_length, layout_hash, check_files)
     return make_device(read, config, backend, progress)
+
+
+def _check_quantize(quantization: Quantization, source: checkpoint.Checkpoint, backend: Backend) -> None:
+    if not backend.keeps_codes:
+        raise InvalidConfig(
+            "quantize", f"unset on the device {backend.device}, which has no such products", quantization
+        )
+    if source.weight_format is not PLAIN:
+        raise InvalidConfig("quantize", f"unset for {source.name}, whose weights are quantized already", quantization)

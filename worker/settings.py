@@ -71,6 +71,11 @@ class WorkerSettings(MemberSettings):
         description="kernels of a CUDA device; none: torch alone; triton: own kernels, of which torch replaces those "
         "that fail a trial at start; auto: triton where it is installed and supports the GPU",
     )
+    quantize: Literal["int8", "int4"] | None = Field(
+        default=None,
+        description="on a CPU: quantize linear layers and the head while they are loaded; int8: a scale for "
+        "each output; int4: one for each 64 inputs; unset: as the checkpoint has them",
+    )
     exact: bool = Field(
         default=False,
         description="on CUDA with triton: EXPERIMENTAL, compute a sequence with the same bits in any "

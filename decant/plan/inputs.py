@@ -77,22 +77,23 @@ def parse(options: PlanOptions) -> Inputs:
     kv_dtype = options.kv_dtype or options.dtype
     _one_of("--dtype", options.dtype, FLOATS)
     _one_of("--kv-dtype", kv_dtype, KV_DTYPES)
-    if options.quantization is not None:
-        _one_of("--quantization", options.quantization, QUANTIZATIONS)
+    quantization = options.quantization or shape.quantization
+    if quantization is not None:
+        _one_of("--quantization", quantization, QUANTIZATIONS)
     workload = _workload(options, shape)
     profile = _profile(options)
     device = _device(options, needs_rates=profile is None)
-    weights = shape.weight_bytes(options.dtype, options.quantization)
+    weights = shape.weight_bytes(options.dtype, quantization)
     share = Efficiency(
         _share("--bandwidth-efficiency", options.bandwidth_efficiency),
         _share("--compute-efficiency", options.compute_efficiency),
     )
-    dtypes = (options.dtype, options.quantization, kv_dtype)
+    dtypes = (options.dtype, quantization, kv_dtype)
     return Inputs(
         shape=shape,
         device=device,
         dtype=options.dtype,
-        quantization=options.quantization,
+        quantization=quantization,
         kv_dtype=kv_dtype,
         kv_capacity=KvCapacity(
             device.memory,

@@ -26,9 +26,11 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available
 
 from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.checkpoint.coded_linear import is_plain_linear, placeholder, replace_placeholders
 from decant.engine.checkpoint.context_length import default_length, max_positions
 from decant.engine.checkpoint.formats import find_format
-from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
+from decant.engine.checkpoint.weight import Weight
+from decant.engine.checkpoint.weight_format import PLAIN, Slice, WeightFormat
 from decant.engine.checkpoint.weight_hash import Digests, digest_files
 from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
 from decant.engine.errors import InvalidConfig, ModelRefused
@@ -78,8 +80,13 @@ class Checkpoint:
             raise InvalidConfig("context_length", f"at most the checkpoint's {positions} positions", context_length)
         return context_length or default_length(text, most)
 
-    def read(self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False) -> PreTrainedModel:
+    def read(
+        self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False, keep_codes: bool = False
+    ) -> PreTrainedModel:
         """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
+
+        With ``keep_codes``, linear layers with a quantized weight are a ``CodedLinear``, and nothing of it is read.
+        Other quantized weights, such as those of experts, are dequantized.
 
         With ``load_to_device``, if accelerate is installed and there are no such towers, each tensor goes to the device
         as it is read. Else the model is in the host's memory first, as mapped files or as a copy in another dtype.
@@ -87,7 +94,7 @@ class Checkpoint:
         is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
         placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
         with refuse_model_on_error(self.name, "transformers can't load it"):
-            model_class, source = self._source()
+            model_class, source, coded = self._source(dtype, keep_codes)
             loaded: Any = model_class.from_pretrained(
                 **source,
                 **placed,
@@ -112,6 +119,8 @@ class Checkpoint:
             # From the cache: for a listing of that commit, the hub's client would repeat a failed request for 24 s.
             folder = _fetch_small(self.path, self.revision, local_files_only=True)
             weight_files.check_weights(folder, weight_files.read_config(folder))
+        with refuse_model_on_error(self.name, "its quantized weights do not fit it"):
+            replace_placeholders(model, coded, dtype)
         _drop_other_media(model)
         with refuse_model_on_error(self.name, f"its weights can't be put on {device}"):
             torch.nn.Module.to(model, device)
@@ -128,14 +137,24 @@ class Checkpoint:
         model.eval()
         return model
 
-    def _source(self) -> tuple[Any, dict[str, Any]]:
+    def _source(self, dtype: torch.dtype, keep_codes: bool) -> tuple[Any, dict[str, Any], dict[str, Weight]]:
+        """Return a class, where it loads its weights from, and those that it gets placeholders for, by layer."""
         auto = _auto_class(self.config)
         if self.weight_format is PLAIN:
-            return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}
+            return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}, {}
         folder = self._download()
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
         model_class = auto._model_mapping[type(self.config)]  # the auto class needs a path
-        return model_class, {"pretrained_model_name_or_path": None, "state_dict": self.weight_format.open(files)}
+        slices = dict(self.weight_format.open(files) or {})
+        coded = self._coded(slices) if keep_codes else {}
+        slices |= {weight.name: placeholder(weight, dtype) for weight in coded.values()}
+        return model_class, {"pretrained_model_name_or_path": None, "state_dict": slices}, coded
+
+    def _coded(self, slices: Mapping[str, Slice]) -> dict[str, Weight]:
+        """Return the quantized weights of linear layers that have the same name in the model, by that name."""
+        layers = (name for name, module in self.make(torch.device("meta")).named_modules() if is_plain_linear(module))
+        found = {layer: slices.get(f"{layer}.weight") for layer in layers}
+        return {layer: weight for layer, weight in found.items() if isinstance(weight, Weight)}
 
     def _download(self) -> Path:
         if self.revision is None:
@@ -245,13 +264,12 @@ def _drop_other_media(model: PreTrainedModel) -> None:
                 setattr(parent, name, torch.nn.Identity())
 
 
-def layout_hash(
-    weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, backend: tuple[str, str]
-) -> str:
+def layout_hash(weights: Digests, layout: KvLayout, context_length: int, dtypes: str, backend: tuple[str, str]) -> str:
+    """``dtypes`` names the dtype, and what weights are quantized to while they are loaded."""
     facts = [
         str(layout),
         str(context_length),
-        str(dtype),
+        dtypes,
         *backend,
         torch.__version__,
         transformers.__version__,

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from decant.engine.checkpoint.awq import Awq
+from decant.engine.checkpoint.compressed_tensors import CompressedTensors
 from decant.engine.checkpoint.fp8 import Fp8
+from decant.engine.checkpoint.gptq import Gptq
 from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.errors import ModelRefused
 
-FORMATS: dict[str, WeightFormat] = {"fp8": Fp8()}
-"""Weight formats by ``quant_method``."""
+FORMATS: dict[str, Callable[[str, Mapping[str, Any]], WeightFormat]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "gptq": Gptq,
+}
+"""Weight formats by ``quant_method``, made of a model's name and ``quantization_config``. They raise ModelRefused."""
 
 
 def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
@@ -28,7 +36,7 @@ def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
             method = settings.get("quant_method") if isinstance(settings, dict) else None
             if not isinstance(method, str) or method not in FORMATS:
                 raise ModelRefused(name, f"{_title(settings, method)} weights are not served yet")
-            chosen = FORMATS[method]
+            chosen = FORMATS[method](name, settings)
     return chosen
 
 

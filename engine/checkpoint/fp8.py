@@ -9,68 +9,72 @@ A weight is the stored number times its scale. ``x.input_scale``, of quantized a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from decant.engine.checkpoint.weight_format import PLAIN, Slice
-from decant.engine.checkpoint.weight_shapes import Stored
+from decant.engine.checkpoint.weight_format import FLOATS, QuantizedFormat
+from decant.engine.errors import ModelRefused
+
+if TYPE_CHECKING:
+    import torch
+
+    from decant.engine.checkpoint.tensor_files import TensorFiles
+    from decant.engine.checkpoint.weight import Codes, Weight
 
 BLOCK = 128
 
-SCALES = ("_scale", "_scale_inv")
+SCALES = ("weight_scale", "weight_scale_inv")
 """Suffixes of the scale of a whole tensor, and of its blocks. Both are factors."""
 
-_INPUT_SCALE = ".input_scale"
+
+class Fp8(QuantizedFormat):
+    quantization = "fp8"
+    parts: ClassVar[Mapping[str, frozenset[str]]] = {
+        "weight": frozenset({"F8_E4M3"}),
+        **dict.fromkeys(SCALES, frozenset(FLOATS)),
+    }
+    codes: ClassVar[tuple[str, ...]] = ("weight",)
+    unused: ClassVar[tuple[str, ...]] = (".input_scale",)
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        block = settings.get("weight_block_size")
+        if block not in (None, [BLOCK, BLOCK]):
+            raise ModelRefused(name, f"its fp8 weights have scales for blocks of {block}; {[BLOCK, BLOCK]} are served")
+
+    def shape(self, suffix: str, stored: tuple[int, ...]) -> tuple[int, int]:
+        return stored[0], stored[1]
+
+    def weight(self, layer: str, suffix: str, tensors: TensorFiles) -> Weight:
+        scale = next((f"{layer}.{each}" for each in SCALES if f"{layer}.{each}" in tensors), None)
+        if scale is None:
+            name = f"{layer}.weight"
+            raise ValueError(f"{name} is fp8 and has no scale: {layer}.{SCALES[0]} or {layer}.{SCALES[1]}")
+        return fp8_weight(layer, scale, tensors)
 
 
-class Fp8:
-    def allows(self, tensor: str, dtype: str) -> bool:
-        return (dtype == "F8_E4M3" and tensor.endswith(".weight")) or PLAIN.allows(tensor, dtype)
+def fp8_weight(layer: str, scale: str, tensors: TensorFiles) -> Weight:
+    """Make a weight whose ``scale`` is one number, one per output, or one per block. Raises ValueError."""
+    from decant.engine.checkpoint.weight import CodeKind, Weight
 
-    def model_tensors(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        return {name: entry for name, entry in stored.items() if not _is_scale(name)}
+    name = f"{layer}.weight"
+    outputs, inner = tensors.shape(name)
+    blocks, of_scale = (-(-outputs // BLOCK), -(-inner // BLOCK)), tensors.shape(scale)
+    if of_scale not in ((), (1,), (outputs, 1), blocks):
+        limit = f"one number, one per output, or one per block of {BLOCK}, {list(blocks)}"
+        raise ValueError(f"the scale of {name} is {list(of_scale)}: {limit}")
 
-    def open(self, files: Sequence[Path]) -> Mapping[str, Slice]:
-        from safetensors import safe_open
+    def read() -> Codes:
+        return _codes(tensors.read(name), tensors.read(scale).float())
 
-        sources: dict[str, Any] = {}
-        for path in files:
-            file: Any = safe_open(path, framework="pt")
-            sources |= dict.fromkeys(file.keys(), file)
-        slices: dict[str, Slice] = {}
-        for name, file in sources.items():
-            stored = file.get_slice(name)
-            scale = next((name + suffix for suffix in SCALES if name + suffix in sources), None)
-            if scale is not None:
-                slices[name] = _Matrix(name, stored, sources[scale].get_slice(scale))
-            elif stored.get_dtype() == "F8_E4M3":
-                raise ValueError(f"{name} is fp8 and has no scale: {name}{SCALES[0]} or {name}{SCALES[1]}")
-            elif not _is_scale(name):
-                slices[name] = stored
-        return slices
+    return Weight(name, (outputs, inner), CodeKind.FP8, tensors.nbytes(name, scale), read)
 
 
-class _Matrix:
-    def __init__(self, name: str, stored: Any, scale: Any) -> None:
-        shape, of_scale = stored.get_shape(), scale.get_shape()
-        blocks = [-(-count // BLOCK) for count in shape]
-        self._stored = stored
-        self._scale = scale
-        self._is_whole = of_scale in ([], [1])
-        if not self._is_whole and of_scale != blocks:
-            raise ValueError(f"the scale of {name} is {of_scale}: one number, or one per block of {BLOCK}, {blocks}")
+def _codes(codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+    from decant.engine.checkpoint.weight import CodeKind, Codes
 
-    def __getitem__(self, index: Any) -> Any:
-        scale = (self._scale[:] if self._scale.get_shape() else self._scale[...]).float()
-        weight = self._stored[:].float()
-        if self._is_whole:
-            return (weight * scale.reshape(()))[index]
-        for row in range(scale.shape[0]):  # a block row at a time: no second copy of the matrix
-            factors = scale[row].repeat_interleave(BLOCK)[: weight.shape[1]]
-            weight[row * BLOCK : (row + 1) * BLOCK] *= factors
-        return weight[index]
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith((*(".weight" + suffix for suffix in SCALES), _INPUT_SCALE))
+    outputs, inner = codes.shape
+    if scale.numel() == 1:
+        return Codes(CodeKind.FP8, codes, scale.reshape(1, 1).repeat(1, outputs), inner)
+    if scale.shape == (outputs, 1):
+        return Codes(CodeKind.FP8, codes, scale.T.contiguous(), inner)
+    return Codes(CodeKind.FP8, codes, scale.T.repeat_interleave(BLOCK, 1)[:, :outputs].contiguous(), BLOCK)

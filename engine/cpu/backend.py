@@ -29,6 +29,7 @@ from decant.engine.plan import Device, Row
 class CpuBackend(TorchBackend):
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
+    keeps_codes = True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

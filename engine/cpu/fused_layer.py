@@ -17,7 +17,7 @@ from torch import nn
 
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.fused_ops import PROBE_SCALES, GatedMlp, RmsNorm
-from decant.engine.cpu.gemm import PackedWeight
+from decant.engine.cpu.gemm import NativeWeight
 from decant.engine.cpu.linear import UNSUPPORTED_CALL, PackedLinear
 from decant.engine.cpu.threads import num_threads
 from decant.engine.kv_layout import LayerSpec
@@ -44,7 +44,7 @@ class _Norm(ctypes.Structure):
 class _Linear(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_int64) for name in ("inner", "outputs")],
+        *[(name, ctypes.c_int64) for name in ("inner", "outputs", "is_coded")],
     )
 
 
@@ -67,7 +67,7 @@ class NativeLayer(FusedLayer[NativeAttention]):
         self.hidden = parts.weights[0].inner
         self._descriptor = _Layer(
             *[_Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps) for norm in parts.norms],
-            *[_Linear(*weight.addresses, weight.inner, weight.outputs) for weight in parts.weights],
+            *[_Linear(*weight.addresses, weight.inner, weight.outputs, weight.is_coded) for weight in parts.weights],
             *(call.query.shape[1], call.key.shape[1], self.width),
             call.scaling,
             call.softcap or 0.0,
@@ -135,7 +135,7 @@ def _norm(part: nn.Module | None) -> RmsNorm | None:
     return part
 
 
-def _packed_weight(part: nn.Module) -> PackedWeight:
+def _packed_weight(part: nn.Module) -> NativeWeight:
     weight = part.packed_weight if isinstance(part, PackedLinear) else None
     if weight is None:
         raise LookupError("another kind of linear layer")

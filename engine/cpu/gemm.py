@@ -3,6 +3,8 @@
 A general matrix product chooses its kernel by the number of rows, and with it a row's last bits. These do not::
 
     PackedWeight   the compiled kernels: weights in bfloat16 (twelve bits in the AVX-512 build) or float32
+    CodedWeight    the compiled kernels: quantized weights, decoded in registers
+    Dequantized    without the kernels: a quantized weight is dequantized for each product, some outputs at a time
     OneDnn         without the kernels: oneDNN's product on packed weights, without AMX
     SingleRows     a build of torch without oneDNN: torch's product of each row, in float32
 """
@@ -10,10 +12,12 @@ A general matrix product chooses its kernel by the number of rows, and with it a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 
+from decant.engine.checkpoint.weight import CodeKind, Codes
 from decant.engine.cpu.huge_pages import Arena
 from decant.engine.cpu.threads import all_for_torch, num_threads
 
@@ -22,6 +26,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 PANEL = 16
 """Outputs that are interleaved in memory."""
+
+_DEQUANTIZED = 1 << 22
+"""Elements that are dequantized at once without the kernels."""
 
 _WEIGHTS = Arena()
 
@@ -33,22 +40,41 @@ def prepare(weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
-class PackedWeight:
-    def __init__(self, kernels: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.outputs, self.inner = weight.shape
+def prepare_codes(codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> Product:
+    """Return the product of rows in ``dtype`` with a copy of a quantized weight, whose ``order`` is the caller's task.
+
+    A weight with groups that the kernels don't take is dequantized here, and takes the memory of a plain one.
+    """
+    if kernels is None:
+        return Dequantized(codes, bias, dtype)
+    if not codes.has_kernel_group:
+        return prepare(codes.dequantize(dtype), bias, kernels)
+    return CodedWeight(kernels, codes, bias, dtype)
+
+
+class NativeWeight:
+    """Weight in the memory of the compiled kernels."""
+
+    is_coded = False
+
+    def __init__(
+        self, multiply: Callable[..., None], shape: torch.Size, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> None:
+        self.outputs, self.inner = shape
         if self.outputs % PANEL:
             raise ValueError(f"outputs: a multiple of {PANEL}, got {self.outputs}")
-        self._multiply = kernels.multiply
-        if weight.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"weight: bfloat16 or float32, got {weight.dtype}")
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"weight: bfloat16 or float32, got {dtype}")
         if bias is not None and bias.shape != (self.outputs,):
             raise ValueError(f"bias: shape ({self.outputs},), got {tuple(bias.shape)}")
-        self._dtype, self._half = weight.dtype, weight.dtype == torch.bfloat16
-        weight = weight.detach().contiguous()
-        needed = kernels.pack(self._half, weight.data_ptr(), 0, *weight.shape)
-        self._weight = _WEIGHTS.zeros((needed,), torch.uint8)
-        kernels.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
+        self._multiply = multiply
+        self._dtype, self._half = dtype, dtype == torch.bfloat16
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+
+    def _pack(self, pack: Callable[[int], int]) -> None:
+        """Call ``pack`` with the address of its memory, after one call with 0, which returns the bytes needed."""
+        self._weight = _WEIGHTS.zeros((pack(0),), torch.uint8)
+        pack(self._weight.data_ptr())
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +84,52 @@ class PackedWeight:
         out = x.new_empty(*x.shape[:-1], self.outputs)
         rows, panels = x.numel() // self.inner, self.outputs // PANEL
         addresses = x.data_ptr(), *self.addresses, out.data_ptr()
-        self._multiply(self._half, *addresses, rows, self.inner, panels, num_threads())
+        self._multiply(self._half, self.is_coded, *addresses, rows, self.inner, panels, num_threads())
+        return out
+
+
+class PackedWeight(NativeWeight):
+    def __init__(self, kernels: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(kernels.multiply, weight.shape, weight.dtype, bias)
+        weight = weight.detach().contiguous()
+        self._pack(lambda to: kernels.pack(self._half, weight.data_ptr(), to, *weight.shape))
+
+
+_KINDS = {CodeKind.INT8: 1, CodeKind.INT4: 2, CodeKind.FP8: 3}
+"""As enum CodeKind in codes.h."""
+
+_FP8_FACTOR = 256
+"""The kernels' fp8 numbers are that much smaller."""
+
+
+class CodedWeight(NativeWeight):
+    is_coded = True
+
+    def __init__(self, kernels: ModuleType, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(kernels.multiply, codes.shape, dtype, bias)
+        scales = codes.scales * _FP8_FACTOR if codes.kind is CodeKind.FP8 else codes.scales
+        has_half_scales = torch.equal(scales.half().float(), scales)
+        tensors = [codes.codes.contiguous(), scales.contiguous()]
+        tensors += [] if codes.zeros is None else [codes.zeros.contiguous()]
+        addresses = [tensor.data_ptr() for tensor in tensors] + [0] * (3 - len(tensors))
+        kind, size = _KINDS[codes.kind], (*codes.shape, codes.group)
+        self._pack(lambda to: kernels.pack_codes(self._half, kind, *addresses, has_half_scales, to, *size))
+
+
+class Dequantized:
+    def __init__(self, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        zeros = None if codes.zeros is None else codes.zeros.clone()
+        self._codes = replace(codes, codes=codes.codes.clone(), scales=codes.scales.clone(), zeros=zeros)
+        self._dtype = dtype
+        self._bias = None if bias is None else bias.detach().clone()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, inner = self._codes.shape
+        out, step = x.new_empty(*x.shape[:-1], outputs), max(1, _DEQUANTIZED // inner)
+        for first in range(0, outputs, step):
+            rows = slice(first, first + step)
+            weight = self._codes.dequantize(self._dtype, rows.start, rows.stop)
+            out[..., rows] = prepare(weight, None if self._bias is None else self._bias[rows], None)(x)
         return out
 
 

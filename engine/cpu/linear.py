@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from decant.engine.cpu.gemm import PackedWeight, prepare
+from decant.engine.checkpoint.coded_linear import CodedLinear, is_plain_linear
+from decant.engine.cpu.gemm import NativeWeight, Product, prepare, prepare_codes
 from decant.engine.cpu.huge_pages import release_freed
 from decant.engine.model.parallel_experts import is_parallel_experts
 
@@ -31,27 +32,48 @@ class PackedLinear(nn.Module):
     scalar tail of torch's elementwise loops, with other last bits, would depend on the number of rows.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None) -> None:
+    def __init__(self, weight: torch.Tensor, product: Product, order: torch.Tensor | None = None) -> None:
+        """``product`` has the outputs of ``weight``, and as many further ones as ``_widened`` says."""
         super().__init__()
-        self._product = prepare(_widen(weight.detach()), None if bias is None else _widen(bias.detach()), kernels)
+        self._product, self._order = product, order
         self.weight = torch.empty_like(weight, device="meta")  # dtype and shape, for callers that look at them
         self._dtype, self._width = weight.dtype, len(weight)
         self._is_wider = bool(self._width % LANES)
 
     @property
-    def packed_weight(self) -> PackedWeight | None:
-        """Weight for the compiled kernels; None unless it has exactly the layer's outputs."""
-        return self._product if isinstance(self._product, PackedWeight) and not self._is_wider else None
+    def packed_weight(self) -> NativeWeight | None:
+        """Weight for the compiled kernels; None unless it has exactly the layer's inputs and outputs, in order."""
+        product = self._product
+        return product if isinstance(product, NativeWeight) and not self._is_wider and self._order is None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._dtype:
             return self.forward(x.to(self._dtype)).to(x.dtype)
-        out = self._product(x)
+        out = self._product(x if self._order is None else x[..., self._order])
         return out[..., : self._width] if self._is_wider else out
 
 
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None) -> PackedLinear:
+    return PackedLinear(weight, prepare(_widen(weight.detach()), _widen_bias(bias), kernels))
+
+
+def _pack_coded(module: CodedLinear, kernels: ModuleType | None) -> PackedLinear:
+    codes = module.source.codes()
+    wider = codes.in_order().padded(_widened(codes.shape[0]))
+    product = prepare_codes(wider, _widen_bias(module.bias), module.dtype, kernels)
+    return PackedLinear(module.weight, product, codes.order)
+
+
+def _widened(outputs: int) -> int:
+    return outputs + -outputs % LANES
+
+
+def _widen_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else _widen(bias.detach())
+
+
 def _widen(weight: torch.Tensor) -> torch.Tensor:
-    missing = -weight.shape[0] % LANES
+    missing = _widened(len(weight)) - len(weight)
     return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
 
 
@@ -155,7 +177,7 @@ class PackedParallelExperts(nn.Module):
 
     def __init__(self, experts: Any, kernels: ModuleType | None) -> None:
         super().__init__()
-        self._experts = nn.ModuleList(PackedLinear(weight, None, kernels) for weight in experts.weight.detach())
+        self._experts = nn.ModuleList(pack_linear(weight, None, kernels) for weight in experts.weight.detach())
         self._width = experts.weight.shape[1]
 
     def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
@@ -203,7 +225,7 @@ def _pack_each(experts: Any, name: str, kernels: ModuleType | None) -> nn.Module
     if experts.is_transposed:
         weights = weights.transpose(1, 2)
     return nn.ModuleList(
-        PackedLinear(weight, None if biases is None else biases[index], kernels) for index, weight in enumerate(weights)
+        pack_linear(weight, None if biases is None else biases[index], kernels) for index, weight in enumerate(weights)
     )
 
 
@@ -227,6 +249,8 @@ def pack(model: nn.Module, kernels: ModuleType | None) -> None:
 def _replace(parent: nn.Module, name: str, kernels: ModuleType | None) -> int:
     child = parent.get_submodule(name)
     nbytes = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
+    if isinstance(child, CodedLinear):
+        nbytes = 4 * child.weight.numel()  # of what reading its codes leaves
     packed = _packed(child, kernels)
     if packed is None:
         return 0
@@ -247,11 +271,12 @@ def _is_glu_experts(module: nn.Module) -> bool:
 
 
 def _packed(module: nn.Module, kernels: ModuleType | None) -> nn.Module | None:
-    # A router may be a Linear whose forward does more.
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return PackedLinear(module.weight, module.bias, kernels)
+    if isinstance(module, CodedLinear):
+        return _pack_coded(module, kernels)
+    if isinstance(module, nn.Linear) and is_plain_linear(module):
+        return pack_linear(module.weight, module.bias, kernels)
     if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
-        return PackedLinear(module.weight.T, module.bias, kernels)
+        return pack_linear(module.weight.T, module.bias, kernels)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         return _pack_experts(module, kernels)
     if _is_glu_experts(module):

@@ -49,6 +49,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def keeps_codes(self) -> bool:
+        """Whether ``prepare`` takes quantized weights (``CodedLinear``); if not, a load dequantizes them."""
+        ...
+
+    @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes that the device multiplies fast enough to serve."""
         ...
@@ -114,6 +119,7 @@ class TorchBackend:
 
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
+    keeps_codes = False
     block_size = BLOCK_SIZE
 
     def __init__(self, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decant.engine.checkpoint.checkpoint import DTYPES
+from decant.engine.checkpoint.quantize import QUANTIZATIONS, Quantization
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_int
 from decant.engine.kv_layout import KvLayout, Window
@@ -46,6 +47,7 @@ class ModelConfig:
     block_size      in tokens: a power of two of at most 128; None: what the backend's kernels are fastest with
     eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
     cuda_kernels    "none": torch alone; "triton": own kernels; "auto": own kernels where triton runs
+    quantize        what to quantize linear layers to while they are loaded, the head among them; None: as they are
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
@@ -60,11 +62,14 @@ class ModelConfig:
     eos_token_ids: frozenset[int] = frozenset()
     cuda_kernels: CudaKernels = "auto"
     exact: bool = False
+    quantize: Quantization | None = None
     step_sizes: StepSizes = field(default_factory=StepSizes)
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
+        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+            raise InvalidConfig("quantize", f"one of {', '.join(QUANTIZATIONS)}", self.quantize)
         if self.block_size is not None:
             check_int("block_size", self.block_size, minimum=1)
             if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):

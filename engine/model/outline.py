@@ -41,6 +41,7 @@ class ModelOutline:
                   needs numbers
     heads         attention heads of a layer
     layers        KV of each layer
+    quantization  of the weights in the files, but those in tables: int8, int4, fp8 or None
     context_length  in tokens; None: the configuration names none
     """
 
@@ -51,6 +52,7 @@ class ModelOutline:
     heads: int
     layers: tuple[LayerSpec, ...]
     context_length: int | None
+    quantization: str | None = None
 
 
 def read_outline(file: Path, name: str) -> ModelOutline:
@@ -102,6 +104,7 @@ def outline(checkpoint: Checkpoint) -> ModelOutline:
         heads=text.num_attention_heads,
         layers=layers,
         context_length=context_length if is_named else None,
+        quantization=checkpoint.weight_format.quantization,
     )
 
 

@@ -81,8 +81,8 @@ def break_tokenizer(model: Path) -> str:
 
 
 def quantize(model: Path) -> str:
-    change_config(model, quantization_config={"quant_method": "gptq"})
-    return "GPTQ weights are not served yet"
+    change_config(model, quantization_config={"quant_method": "hqq"})
+    return "HQQ weights are not served yet"
 
 
 def replace_weights_by_a_pickle(model: Path) -> str:

@@ -1,6 +1,6 @@
-"""Prints how much private memory a load in float32 takes: at most (``peak``), and when it has ended (``end``).
+"""Prints how much private memory a load takes: at most (``peak``), and when it has ended (``end``).
 
-python -m tests.engine.measure_load FOLDER
+python -m tests.engine.measure_load FOLDER DTYPE
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ def main() -> None:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    _device = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", context_length=64, kv_bytes=1 << 20))
-    done.set()
-    watching.join()
+    try:
+        _device = load(ModelConfig(sys.argv[1], dtype=sys.argv[2], device="cpu", context_length=64, kv_bytes=1 << 20))
+    finally:
+        done.set()
+        watching.join()
     print(json.dumps({"peak": max(seen) - before, "end": held() - before}))
 
 

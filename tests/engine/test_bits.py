@@ -19,7 +19,7 @@ from decant import models
 from decant.bench import model_shapes as shapes
 from decant.engine.cpu.backend import CpuBackend, make_cpu_backend
 from decant.engine.cpu.kernels.loader import KERNELS
-from decant.engine.cpu.linear import PackedLinear
+from decant.engine.cpu.linear import pack_linear
 from decant.engine.engine import Engine
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice
@@ -360,7 +360,7 @@ def test_a_packed_product_gives_a_row_the_same_bits_among_any_number_of_rows(
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).to(dtype)
     rows = torch.randn(2048, shape[1], generator=generator).to(dtype)
-    layer = PackedLinear(weight, None, KERNELS)
+    layer = pack_linear(weight, None, KERNELS)
     whole = layer(rows)
     for count in (1, 2, 3, 5, 8, 16, 17, 31, 64, 100, 129, 500, 1024):
         first = (count * 7) % (2048 - count)

@@ -163,9 +163,9 @@ def test_quantized_weights_without_their_scales_are_refused_by_name(dtype, named
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
-        ({"quant_method": "awq"}, "AWQ"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "hqq", "nbits": 4}, "HQQ"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": "one_of_its_own"}, "one_of_its_own"),
         ({"load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quantized"),

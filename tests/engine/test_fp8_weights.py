@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decant.engine.checkpoint import checkpoint as checkpoints
-from decant.engine.checkpoint import fp8, weight_files
+from decant.engine.checkpoint import weight_files
 from decant.engine.checkpoint.fp8 import BLOCK
+from decant.engine.checkpoint.weight import Weight
 from decant.engine.engine import Engine
 from decant.engine.errors import ModelRefused
 from decant.engine.loading import load
@@ -116,16 +117,16 @@ def test_a_missing_scale_or_one_of_another_shape_is_refused_by_name(
 def test_another_device_gets_each_weight_as_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     alive, most = set[int](), []
-    convert = fp8._Matrix.__getitem__
+    convert = Weight.__getitem__
 
-    def watched(self: fp8._Matrix, index: object) -> torch.Tensor:
+    def watched(self: Weight, index: object) -> torch.Tensor:
         made: torch.Tensor = convert(self, index)
         alive.add(id(made))
         weakref.finalize(made, alive.discard, id(made))
         most.append(len(alive))
         return made
 
-    monkeypatch.setattr(fp8._Matrix, "__getitem__", watched)
+    monkeypatch.setattr(Weight, "__getitem__", watched)
     config = tiny.config("llama")
     config.num_hidden_layers = 4
     folder = tiny.save(config, tmp_path)

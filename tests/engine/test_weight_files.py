@@ -36,8 +36,11 @@ def test_a_good_folder_passes(tmp_path):
         ({"dtype": "U8"}, "U8 weights are not served yet"),
         ({"data_offsets": [0, 5]}, "bytes, and its header says"),
         ({"data_offsets": None}, "can't be read as safetensors"),
-        ({"config": {"quantization_config": {"quant_method": "gptq"}}}, "GPTQ weights are not served yet"),
-        ({"config": {"text_config": {"quantization_config": {"quant_method": "awq"}}}}, "AWQ weights"),
+        ({"config": {"quantization_config": {"quant_method": "hqq"}}}, "HQQ weights are not served yet"),
+        (
+            {"config": {"text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}}},
+            "bitsandbytes weights",
+        ),
         ({"config": {"transformers_weights": "other.safetensors"}}, "transformers_weights"),
     ],
     ids=str,

@@ -39,6 +39,8 @@ class Int8Row:
 
 
 class Int8Rows:
+    quantization = "int8"
+
     def __init__(self) -> None:
         self.converted: list[str] = []
         self.lock = threading.Lock()
@@ -65,7 +67,7 @@ class Int8Rows:
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Int8Rows:
     registered = Int8Rows()
-    monkeypatch.setitem(FORMATS, METHOD, registered)
+    monkeypatch.setitem(FORMATS, METHOD, lambda name, settings: registered)
     return registered
 
 

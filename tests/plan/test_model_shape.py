@@ -93,7 +93,7 @@ def _config(folder: Path, **changes: Any) -> Path:
     [
         ({"num_hidden_layers": 9}, "it lacks .* of its weights"),
         ({"vocab_size": 7}, "by config.json vocab_size x hidden_size is"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "GPTQ weights are not served yet"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "HQQ weights are not served yet"),
         ({"model_type": "internvl_chat"}, "transformers has no code for it"),
         ({"hidden_size": "64"}, "its configuration is not one of that type"),
     ],
@@ -116,3 +116,12 @@ def test_a_model_needs_the_packages_of_a_worker_and_a_shape_does_not(monkeypatch
     ):
         read_shape(models.path())
     assert parse_shape("layers=2,hidden=8,heads=2").heads == 2
+
+
+def test_a_quantized_checkpoint_is_planned_with_its_own_bits(tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    plain = read_shape(_config(tmp_path))
+    shape = read_shape(edit(tmp_path, quantization_config=settings) / "config.json")
+    assert (plain.quantization, shape.quantization) == (None, "int4")
+    assert shape.params == plain.params
+    assert shape.weight_bytes("bfloat16", shape.quantization) < plain.weight_bytes("bfloat16", plain.quantization)

@@ -71,6 +71,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
         eos_token_ids=frozenset(files.eos_token_ids),
         cuda_kernels=settings.cuda_kernels,
         exact=settings.exact,
+        quantize=settings.quantize,
         step_sizes=StepSizes(
             max(settings.token_budget or MAX_TOKEN_BUDGET, settings.max_running), settings.max_running
         ),

@@ -32,6 +32,7 @@ class ModelShape:
     active        parameters that a token is multiplied with
     layers        KV of each layer
     context       in tokens; None: unlimited
+    quantization  of the weights in the files; None: they are plain
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelShape:
     heads: int
     layers: tuple[LayerSpec, ...]
     context: int | None = None
+    quantization: str | None = None
 
     @property
     def linear(self) -> int:
@@ -147,6 +149,7 @@ def from_outline(name: str, outline: ModelOutline) -> ModelShape:
         outline.heads,
         outline.layers,
         outline.context_length,
+        outline.quantization,
     )
 
 

@@ -7,8 +7,31 @@ def flatten(
     rows: Sequence[Any], block_size: int, blank: int, /
 ) -> tuple[list[Any], bytearray, bytearray, bytearray, bytearray, int, int]: ...
 def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> int: ...
+def pack_codes(
+    half: bool,
+    kind: int,
+    codes: int,
+    scales: int,
+    zeros: int,
+    half_scales: bool,
+    packed: int,
+    outputs: int,
+    inner: int,
+    group: int,
+    /,
+) -> int: ...
 def multiply(
-    half: bool, x: int, packed: int, bias: int, out: int, rows: int, inner: int, panels: int, threads: int, /
+    half: bool,
+    coded: bool,
+    x: int,
+    packed: int,
+    bias: int,
+    out: int,
+    rows: int,
+    inner: int,
+    panels: int,
+    threads: int,
+    /,
 ) -> None: ...
 def attend(half_cache: bool, half_query: bool, cache: int, step: int, call: int, threads: int, /) -> None: ...
 def layers(

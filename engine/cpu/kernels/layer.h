@@ -24,7 +24,7 @@ struct Norm {
 struct Linear {
     const void* weight;
     const float* bias;
-    int64_t inner, outputs;
+    int64_t inner, outputs, coded;
 };
 
 // As in engine/cpu/fused_layer.py.
@@ -50,6 +50,7 @@ inline void check(const Linear& linear, const char* field, int64_t inner, int64_
     check_equal(field, linear.outputs, outputs);
     require(inner >= 1 && outputs >= WIDTH && outputs % WIDTH == 0, field, "outputs that are a multiple of 16",
             outputs);
+    LayerWeight<Float32>(linear.weight, linear.coded).check(field, outputs, inner);
 }
 
 // The widths of all parts must fit together, and the cache must have the layer's heads.
@@ -157,7 +158,7 @@ private:
     }
 
     Product<T> by(const Linear& linear, const E* x, E* out, long rows) const {
-        return {x, Weight<T>(linear.weight), linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
+        return {x, LayerWeight<T>(linear.weight, linear.coded), linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
     }
 
     // Copies the selected rows to the front; `to` may be `from`.

@@ -10,6 +10,7 @@
 #include "guard.h"
 #include "simd_avx2.h"
 #include "elementwise.h"
+#include "gemm_codes.h"
 #include "weight.h"
 
 namespace decant {
@@ -22,6 +23,28 @@ constexpr long SUMS_PER_THREAD = 1 << 16;  // fewer multiply-adds are not worth 
 template <class P, size_t N>
 void multiply_all(const std::array<P, N>& products, long threads);
 
+// A weight as numbers (weight.h), or as codes (codes.h).
+template <class T>
+class LayerWeight {
+public:
+    LayerWeight(const void* at, bool coded) : at(at), coded(coded) {}
+
+    void multiply(const typename T::Factor* x, long rows, long length, long panel, long count, float* out,
+                  long stride) const {
+        if (coded) CodedWeight<T>(at).multiply(x, rows, panel, count, out, stride);
+        else Weight<T>(at).multiply(x, rows, length, panel, count, out, stride);
+    }
+
+    void check(const char* field, int64_t outputs, int64_t inner) const {
+        check_packed(field, at);
+        if (coded) decant::check(CodedWeight<T>(at).header(), outputs, inner);
+    }
+
+private:
+    const void* at;
+    bool coded;
+};
+
 template <class T>
 struct Product {
     using Element = typename T::Element;
@@ -29,7 +52,7 @@ struct Product {
     static constexpr long SUMS = 1;  // for each output
 
     const Element* x;               // [rows, inner]
-    Weight<T> weight;               // of [panels * WIDTH, inner]
+    LayerWeight<T> weight;          // of [panels * WIDTH, inner]
     const float* bias;              // [panels * WIDTH], or null
     Element* out;                   // [rows, panels * WIDTH]
     long rows, inner, panels;
@@ -91,7 +114,7 @@ struct Product {
         check_positive("inner", inner);
         check_positive("panels", panels);
         if (rows) check_address("x", x), check_address("out", out);
-        check_packed("weight", weight.address());
+        weight.check("weight", panels * WIDTH, inner);
     }
 };
 

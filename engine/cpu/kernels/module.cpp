@@ -87,6 +87,25 @@ PyObject* py_pack(PyObject*, PyObject* args) {
     return done ? PyLong_FromLong(bytes) : nullptr;
 }
 
+PyObject* py_pack_codes(PyObject*, PyObject* args) {
+    int half, half_scales;
+    unsigned long long codes, scales, zeros, packed;
+    long kind, outputs, inner, group, bytes = 0;
+    if (!PyArg_ParseTuple(args, "plKKKpKlll", &half, &kind, &codes, &scales, &zeros, &half_scales, &packed, &outputs,
+                          &inner, &group))
+        return nullptr;
+    void* to = pointer<void>(packed);
+    bool done = run([&] {
+        CodesHeader header{int32_t(std::clamp(kind, 0L, 99L)), zeros != 0, half_scales, 0, outputs, inner, group};
+        Codes from{pointer<uint8_t>(codes), pointer<float>(scales), pointer<uint8_t>(zeros)};
+        check(header, outputs, inner);
+        check(from, header);
+        if (to) check_packed("packed", to);
+        bytes = half ? pack_codes<BFloat16>(from, header, to) : pack_codes<Float32>(from, header, to);
+    });
+    return done ? PyLong_FromLong(bytes) : nullptr;
+}
+
 template <class T>
 void multiply_checked(const Product<T>& product, int threads) {
     product.check();
@@ -95,18 +114,18 @@ void multiply_checked(const Product<T>& product, int threads) {
 }
 
 PyObject* py_multiply(PyObject*, PyObject* args) {
-    int half, threads;
+    int half, coded, threads;
     unsigned long long x, weight, bias, out;
     long rows, inner, panels;
-    if (!PyArg_ParseTuple(args, "pKKKKllli", &half, &x, &weight, &bias, &out, &rows, &inner, &panels, &threads))
+    if (!PyArg_ParseTuple(args, "ppKKKKllli", &half, &coded, &x, &weight, &bias, &out, &rows, &inner, &panels, &threads))
         return nullptr;
     return none([&] {
         if (half)
-            multiply_checked(Product<BFloat16>{pointer<const uint16_t>(x), Weight<BFloat16>(pointer<void>(weight)),
+            multiply_checked(Product<BFloat16>{pointer<const uint16_t>(x), LayerWeight<BFloat16>(pointer<void>(weight), coded),
                                                pointer<const float>(bias), pointer<uint16_t>(out), rows, inner, panels},
                              threads);
         else
-            multiply_checked(Product<Float32>{pointer<const float>(x), Weight<Float32>(pointer<void>(weight)),
+            multiply_checked(Product<Float32>{pointer<const float>(x), LayerWeight<Float32>(pointer<void>(weight), coded),
                                               pointer<const float>(bias), pointer<float>(out), rows, inner, panels},
                              threads);
     });
@@ -261,6 +280,7 @@ PyObject* py_flatten(PyObject*, PyObject* args) {
 PyMethodDef METHODS[] = {
     {"flatten", py_flatten, METH_VARARGS, nullptr},
     {"pack", py_pack, METH_VARARGS, nullptr},
+    {"pack_codes", py_pack_codes, METH_VARARGS, nullptr},
     {"multiply", py_multiply, METH_VARARGS, nullptr},
     {"attend", py_attend, METH_VARARGS, nullptr},
     {"layers", py_layers, METH_VARARGS, nullptr},

@@ -51,6 +51,7 @@ struct Columns {
     static Columns read(const float* at) { return {_mm512_loadu_ps(at)}; }
     void write(float* at) const { _mm512_storeu_ps(at, all); }
     void add(float value, const Columns& factors) { all = _mm512_fmadd_ps(_mm512_set1_ps(value), factors.all, all); }
+    void add(const Columns& one, const Columns& other) { all = _mm512_fmadd_ps(one.all, other.all, all); }
     void add(uint32_t pair, const Columns& factors) {
         auto halves = reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair)));
         all = _mm512_dpbf16_ps(all, halves, reinterpret_cast<__m512bh>(factors.all));
@@ -70,6 +71,10 @@ struct Columns {
         __m256 all = _mm256_set1_ps(value);
         first = _mm256_fmadd_ps(all, factors.first, first);
         second = _mm256_fmadd_ps(all, factors.second, second);
+    }
+    void add(const Columns& one, const Columns& other) {
+        first = _mm256_fmadd_ps(one.first, other.first, first);
+        second = _mm256_fmadd_ps(one.second, other.second, second);
     }
 };
 

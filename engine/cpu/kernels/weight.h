@@ -49,7 +49,6 @@ class Weight {
 
 public:
     explicit Weight(const void* at) : panels(static_cast<const Word*>(at)) {}
-    const void* address() const { return panels; }
 
     // x [rows, length] times `count` panels -> out, rows `stride` apart.
     void multiply(const typename T::Factor* x, long rows, long length, long panel, long count, float* out,
@@ -124,7 +123,6 @@ template <>
 class Weight<BFloat16> {
 public:
     explicit Weight(const void* at) : start(static_cast<const char*>(at)), lines(static_cast<const uint32_t*>(at)) {}
-    const void* address() const { return start; }
 
     // Few rows are bound by memory: they read panels one by one, in order.
     void multiply(const uint32_t* x, long rows, long length, long panel, long count, float* out,

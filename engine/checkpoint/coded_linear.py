@@ -1,0 +1,50 @@
+"""Linear layers of a model whose weights are codes, as they are until a backend prepares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from decant.engine.checkpoint.weight import PIECE, Weight
+
+
+class CodedLinear(nn.Module):
+    """``nn.Linear`` with a quantized weight, read and dequantized for each product, some outputs at a time."""
+
+    def __init__(self, source: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.source, self.dtype = source, dtype
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.weight = torch.empty(source.shape, dtype=dtype, device="meta")  # for callers that look at its shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes, (outputs, inner) = self.source.codes(), self.source.shape
+        step = max(1, PIECE // inner)
+        parts = [
+            nn.functional.linear(x, codes.dequantize(x.dtype, first, first + step).to(x.dtype))
+            for first in range(0, outputs, step)
+        ]
+        out = torch.cat(parts, -1)
+        return out if self.bias is None else out + self.bias
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and no more: a router may be an ``nn.Linear`` whose forward does more."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def placeholder(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the weight's shape that takes no memory."""
+    return torch.zeros(1, 1, dtype=dtype).expand(weight.shape)
+
+
+def replace_placeholders(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
+    """Give the linear layers ``weights``, by name, in place of their placeholders. Raises ValueError."""
+    for name, weight in weights.items():
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear) or module.weight.stride() != (0, 0):
+            raise ValueError(f"{weight.name} is quantized, and the model has another tensor in its place")
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, CodedLinear(weight, module.bias, dtype))
