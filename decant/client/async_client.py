@@ -142,14 +142,21 @@ class AsyncClient:
         return results.cancel_status(await self._call("CancelGeneration", request))
 
     async def tokenize(
-        self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
+        self,
+        text: str | Sequence[Any],
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        parse_special_tokens: bool | None = None,
     ) -> pb.TokenizeResponse:
         """See `decant.Client.tokenize`.
 
         >>> (await client.tokenize("def add")).token_ids
         [41, 310]
         """
-        request = tokenize_request(text, model, add_special_tokens)
+        request = tokenize_request(
+            text, model, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
+        )
         return cast(pb.TokenizeResponse, await self._call("Tokenize", request))
 
     async def detokenize(

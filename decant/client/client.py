@@ -159,14 +159,21 @@ class Client:
         return results.cancel_status(self._call("CancelGeneration", request))
 
     def tokenize(
-        self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
+        self,
+        text: str | Sequence[Any],
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        parse_special_tokens: bool | None = None,
     ) -> pb.TokenizeResponse:
         """The tokens of a text or of messages.
 
         >>> client.tokenize("def add").token_ids
         [41, 310]
         """
-        request = tokenize_request(text, model, add_special_tokens)
+        request = tokenize_request(
+            text, model, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
+        )
         return cast(pb.TokenizeResponse, self._call("Tokenize", request))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool | None = None) -> str:

@@ -15,6 +15,7 @@ OPTION_HELP = {
     "priority": "-1000 to 1000, larger is more urgent; 0",
     "lora_name": "name of an adapter; not implemented",
     "user": "your own end user, for the server's log",
+    "parse_special_tokens": "texts of special tokens in the input are those tokens; True for a text, False in messages",
     "add_generation_prompt": "for messages: the chat template opens the assistant's turn; True",
     "temperature": "0 to 100; 0 always takes the most likely token; unset: the model's",
     "top_p": "share of probability to draw from, above 0, to 1; unset: the model's",

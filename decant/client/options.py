@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     priority: int | None
     lora_name: str | None
     user: str | None
+    parse_special_tokens: bool | None
     add_generation_prompt: bool | None  # of messages
     # SamplingParams
     temperature: float | None
@@ -110,8 +111,8 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
     return message
 
 
-def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
-    message = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
+def tokenize_request(text: str | Sequence[Any], model: str, **options: bool | None) -> pb.TokenizeRequest:
+    message = fill(pb.TokenizeRequest(return_tokens=True), model=model, **options)
     if isinstance(text, str):
         _set_field(message, "text", text, "text")
     elif _are_messages(text):

@@ -57,6 +57,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     stop: opt.Stop = None,
     stop_token_ids: opt.StopTokenIds = None,
     ignore_eos: opt.IgnoreEos = None,
+    parse_special_tokens: opt.ParseSpecialTokens = None,
     logprobs: opt.Logprobs = None,
     token_ids: opt.TokenIds = None,
     priority: opt.Priority = None,

@@ -46,6 +46,9 @@ StopTokenIds = Annotated[
     list[int] | None, Option("--stop-token-id", help="Token that ends the output; may be repeated.")
 ]
 IgnoreEos = Annotated[bool | None, Option(help="Continue past the model's end of sequence.")]
+ParseSpecialTokens = Annotated[
+    bool | None, Option(help="Texts of special tokens are those tokens; unset: in a text, not in what --chat sends.")
+]
 Logprobs = Annotated[int | None, Option(help="Logprobs with this many alternatives per token, in --json.")]
 TokenIds = Annotated[bool | None, Option(help="Token ids, in --json.")]
 Priority = Annotated[int | None, Option(help="Priority, -1000 to 1000; larger is more urgent.")]

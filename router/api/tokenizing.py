@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from decant.protos import inference_pb2 as pb
 from decant.router.limits import check_count
-from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
+from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens, text_written
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument
@@ -16,10 +16,14 @@ async def tokenize(
             if request.HasField("add_special_tokens"):
                 limit = "unset with messages, whose template brings its own"
                 raise InvalidArgument("add_special_tokens", limit, request.add_special_tokens)
-            ids = await chat_tokens(request.messages, model, context_length, deadline)
+            parse = request.parse_special_tokens
+            ids = await chat_tokens(request.messages, model, context_length, deadline, parse_special=parse)
         case "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await text_tokens("text", request.text, model, context_length, deadline, special=special)
+            written = text_written(request)
+            ids = await text_tokens(
+                "text", request.text, model, context_length, deadline, special=special, written=written
+            )
         case _:
             raise InvalidArgument("text", "a text", "none")
 

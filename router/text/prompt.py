@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from decant.protos import inference_pb2 as pb
+from decant.router.text.control_tokens import WrittenTokens
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
@@ -49,11 +50,15 @@ async def prompt_of(
     """
     match request.WhichOneof("input"):
         case "messages":
-            ids = await chat_tokens(request.messages, model, context_length, deadline, unix_time)
+            parse = request.parse_special_tokens
+            ids = await chat_tokens(request.messages, model, context_length, deadline, unix_time, parse_special=parse)
         case "token_ids":
+            if request.HasField("parse_special_tokens"):
+                raise InvalidArgument("parse_special_tokens", "unset with token_ids", request.parse_special_tokens)
             return await _checked_prompt_ids(request.token_ids.ids, model, context_length, deadline)
         case _:
-            ids = await text_tokens("prompt", request.prompt, model, context_length, deadline)
+            written = text_written(request)
+            ids = await text_tokens("prompt", request.prompt, model, context_length, deadline, written=written)
     if not ids:
         raise InvalidArgument("prompt", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
     field = request.WhichOneof("input") or "prompt"
@@ -68,7 +73,10 @@ async def chat_tokens(
     context_length: int,
     deadline: Deadline,
     unix_time: float | None = None,
+    *,
+    parse_special: bool = False,
 ) -> list[int]:
+    """Tokenize a conversation. What its content contains of control tokens is plain text unless ``parse_special``."""
     if model.chat is None:
         others = f"; it has {', '.join(model.other_templates)}" if model.other_templates else ""
         advice = f"{model.id} has no {'default ' if others else ''}chat template{others}: send a text"
@@ -76,20 +84,33 @@ async def chat_tokens(
     if not messages.messages:
         raise InvalidArgument("messages.messages", "at least 1 message", 0)
     add_prompt = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
-    text = await model.chat.render(
+    rendered = await model.chat.render(
         messages.messages, add_generation_prompt=add_prompt, deadline=deadline, unix_time=unix_time
     )
-    return await text_tokens("messages", text, model, context_length, deadline, special=False)
+    written = None if parse_special else rendered.written
+    return await text_tokens("messages", rendered.text, model, context_length, deadline, special=False, written=written)
 
 
-async def text_tokens(
-    field: str, text: str, model: ServedModel, context_length: int, deadline: Deadline, *, special: bool = True
+def text_written(request: pb.GenerateRequest | pb.TokenizeRequest) -> WrittenTokens | None:
+    """Control tokens in a text of a request, as `ServedModel.encode` takes them: by default all that it contains."""
+    return () if request.HasField("parse_special_tokens") and not request.parse_special_tokens else None
+
+
+async def text_tokens(  # noqa: PLR0913 - a text, what it is for, and its limits
+    field: str,
+    text: str,
+    model: ServedModel,
+    context_length: int,
+    deadline: Deadline,
+    *,
+    special: bool = True,
+    written: WrittenTokens | None = None,
 ) -> list[int]:
-    """Tokenize a text, with the model's tokens around a prompt if ``special``."""
+    """Tokenize a text, with the model's tokens around a prompt if ``special``; see `ServedModel.encode`."""
     if not text:
         return []
     check_fits(field, await model.least_tokens(text, context_length), context_length, at_least=True)
-    return await model.encode(text, special=special, deadline=deadline)
+    return await model.encode(text, special=special, written=written, deadline=deadline)
 
 
 async def _checked_prompt_ids(

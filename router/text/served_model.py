@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from decant.protos import inference_pb2 as pb
 from decant.router.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
+from decant.router.text.control_tokens import InseparableTokens, PlainTokenizer, WrittenTokens, added_texts
 from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
 from decant.router.text.template_files import DEFAULT, read_templates
@@ -53,6 +54,7 @@ class ServedModel:
     tokenizer: Tokenizer = field(repr=False)
     folder: Path
     """Of the tokenizer's files."""
+    plain_tokenizer: PlainTokenizer = field(repr=False)
     other_templates: tuple[str, ...] = ()
     """Names of the chat templates beside the default."""
     contradictions: tuple[str, ...] = ()
@@ -69,12 +71,24 @@ class ServedModel:
     def has_chat_template(self) -> bool:
         return self.chat is not None
 
-    async def encode(self, text: str, *, special: bool = True, deadline: Deadline = NO_DEADLINE) -> list[int]:
+    async def encode(
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        written: WrittenTokens | None = None,
+        deadline: Deadline = NO_DEADLINE,
+    ) -> list[int]:
+        """Tokenize a text, with the model's tokens around a prompt if ``special``. Control tokens in it are those that
+        are ``written``; None: all whose text it contains. Raises QueueFull, DeadlineExceeded.
+        """
         if len(text) <= MAX_INLINE_LENGTH:
-            return self._encode(text, special)
-        return await self.texts.run(len(text), deadline, self._encode, text, special)
+            return self._encode(text, special, written)
+        return await self.texts.run(len(text), deadline, self._encode, text, special, written)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool, written: WrittenTokens | None = None) -> list[int]:
+        if written is not None:
+            return self.plain_tokenizer.encode(text, written, special=special)
         # Of the library's calls, only those for batches release the interpreter's lock.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
@@ -175,6 +189,7 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
     tokenizer = load_tokenizer(files, config, add_bos=add_bos)
     templates = dict(read_templates(files, config))
     default = templates.pop(DEFAULT, None)
+    added = added_texts(tokenizer, default or "")
     sampling = _default_sampling(files)
     try:
         return ServedModel(
@@ -184,15 +199,16 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,
-            chat=ChatTemplate(default, dict(_named_tokens(config))) if default else None,
+            chat=ChatTemplate(default, dict(_named_tokens(config)), added) if default else None,
             other_templates=tuple(templates),
             contradictions=tuple(contradictions(files, tokenizer, config)),
             hashes=files.hashes,
             tokenizer=tokenizer,
             folder=files.folder,
+            plain_tokenizer=PlainTokenizer(tokenizer, added.control),
             texts=texts or TextWork(),
         )
-    except UnsupportedDecoder as error:
+    except (UnsupportedDecoder, InseparableTokens) as error:
         raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None
 
 

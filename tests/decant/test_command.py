@@ -70,7 +70,17 @@ def test_json_has_stable_keys(address: str) -> None:
 def test_options_are_sent_and_what_is_not_given_is_not(address: str, script: Script) -> None:
     run("generate", "x", "--address", address, "--temperature", "0", "--seed", "1", "--max-tokens", "5")
     run("generate", "x", "--address", address, "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--logprobs", "0")
-    run("generate", "x", "--address", address, "--chat", "--request-id", "r", "--no-ignore-eos")
+    run(
+        "generate",
+        "x",
+        "--address",
+        address,
+        "--chat",
+        "--request-id",
+        "r",
+        "--no-ignore-eos",
+        "--parse-special-tokens",
+    )
     assert all(request.request_id for request in script.requests)
     for request in script.requests[:2]:
         request.ClearField("request_id")
@@ -89,6 +99,7 @@ def test_options_are_sent_and_what_is_not_given_is_not(address: str, script: Scr
             messages=pb.Messages(messages=[pb.Message(role="user", content="x")]),
             request_id="r",
             stopping=pb.StoppingParams(ignore_eos=False),
+            parse_special_tokens=True,
         ),
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
 from decant.engine.request import SamplingParams
 from decant.protos import inference_pb2 as pb
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "def total(values):\n    result = 0\n    for value in values:\n"
 IDS = TOKENIZER.encode(PROMPT).ids
+PLAIN = Tokenizer.from_str(TOKENIZER.to_str())
+PLAIN.encode_special_tokens = True
 WRITTEN = 24
 LONG = 1500
 DETACHED = 100
@@ -31,6 +34,7 @@ TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
 )
 CHAT = "chat"
+CHAT_CONFIG = {"chat_template": TEMPLATE, "split_special_tokens": False}
 
 Stub = InferenceServiceStub
 Check = Callable[[Stub], Awaitable[None]]
@@ -47,7 +51,7 @@ def field(*names: str) -> Callable[[Check], Check]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", chat_template=TEMPLATE)
+    folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", **CHAT_CONFIG)
     router = ("--resume-grace-ms", "0", "--max-active", "1")
     with deployment(router=router, another=f"{CHAT}={folder}") as made:
         yield made
@@ -145,6 +149,21 @@ async def _messages(stub: Stub) -> None:
         answer, expected = await ask(stub, chat), await ask(stub, written)
         assert answer.started.prompt_tokens == len(ids)
         assert answer.ids == expected.ids
+
+
+@field("GenerateRequest.parse_special_tokens")
+async def _parse_special_tokens(stub: Stub) -> None:
+    whole = "# user: <|end|>\ndef "
+    parsed, plain = (len(tokenizer.encode(whole, add_special_tokens=False).ids) for tokenizer in (TOKENIZER, PLAIN))
+    assert parsed < plain
+    for parse, count in ((None, plain), (False, plain), (True, parsed)):
+        chat = request(model=CHAT, parse_special_tokens=parse)
+        chat.messages.CopyFrom(pb.Messages(messages=[pb.Message(role="user", content="<|end|>")]))
+        assert (await ask(stub, chat)).started.prompt_tokens == count
+    for parse, count in ((None, parsed), (True, parsed), (False, plain)):
+        text = generate_request(whole, max_tokens=WRITTEN)
+        text.MergeFrom(pb.GenerateRequest(model=CHAT, parse_special_tokens=parse))
+        assert (await ask(stub, text)).started.prompt_tokens == 1 + count
 
 
 async def test_waiting_requests_begin_by_priority(running: Deployment, stub: Stub) -> None:

@@ -16,10 +16,10 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from decant.protos import inference_pb2 as pb
-from decant.router.text import chat_template
-from decant.router.text import template_process as rendering
+from decant.router.text import template_channel
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import ServedModel, served
+from decant.router.text.template_process import process
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import ModelUnreadable, find
 from tests.router.chat_templates import BARE, LIKE
@@ -47,7 +47,7 @@ def template(text: str, **tokens: str) -> ChatTemplate:
 
 
 async def rendered(text: str, messages: list[pb.Message] = HELLO) -> str:
-    return await template(text).render(messages, add_generation_prompt=True)
+    return (await template(text).render(messages, add_generation_prompt=True)).text
 
 
 async def failure(text: str, messages: list[pb.Message] = HELLO) -> InvalidArgument:
@@ -80,10 +80,11 @@ async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it(b
         with pytest.raises(InvalidArgument):
             await ours.chat.render(messages, add_generation_prompt=opens)
         return
-    text = await ours.chat.render(messages, add_generation_prompt=opens)
-    assert text == expected
+    made = await ours.chat.render(messages, add_generation_prompt=opens)
+    assert made.text == expected
     ids = theirs.apply_chat_template(plain, add_generation_prompt=opens, return_dict=False)
-    assert await ours.encode(text, special=False) == ids
+    assert await ours.encode(made.text, special=False) == ids
+    assert await ours.encode(made.text, special=False, written=made.written) == ids
 
 
 async def test_messages_are_a_prompt_as_the_template_writes_it(both):
@@ -138,7 +139,7 @@ async def test_the_template_named_default_is_used(tmp_path):
     for count, several in enumerate((named, {"rag": "rag", "default": "it"})):
         chat = chat_of(folder(tmp_path / str(count), byte_level(), {"chat_template": several}))
         assert chat is not None
-        assert await chat.render(HELLO, add_generation_prompt=True) == "it"
+        assert (await chat.render(HELLO, add_generation_prompt=True)).text == "it"
     assert chat_of(folder(tmp_path / "none", byte_level(), {"chat_template": named[:1]})) is None
     assert chat_of(folder(tmp_path / "bare", byte_level())) is None
 
@@ -150,7 +151,7 @@ async def test_a_template_file_overrides_the_configuration(tmp_path):
     assert chat is not None
     theirs = AutoTokenizer.from_pretrained(str(place))
     plain = [{"role": "user", "content": "x"}]
-    assert await chat.render(HELLO, add_generation_prompt=True) == "new é"
+    assert (await chat.render(HELLO, add_generation_prompt=True)).text == "new é"
     assert theirs.apply_chat_template(plain, tokenize=False) == "new é"
     (place / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelUnreadable, match="chat_template"):
@@ -211,40 +212,40 @@ async def test_a_failed_rendering_is_refused_and_the_next_is_served(text):
         return
     with pytest.raises(InvalidArgument):
         await either.render([pb.Message(role="user", content="x")], add_generation_prompt=True)
-    assert await either.render(HELLO, add_generation_prompt=True) == "fine"
+    assert (await either.render(HELLO, add_generation_prompt=True)).text == "fine"
 
 
 async def test_a_slow_start_of_the_process_is_no_fault_of_a_conversation(monkeypatch):
     either = template("fine")
-    late, exchange = [0.0], chat_template._exchange
+    late, exchange = [0.0], template_channel._exchange
 
     def starts_late(*arguments: Any) -> tuple[bytes, bytes]:
         reply = exchange(*arguments)
-        late[0] = 2 * either.timeout_s  # the first exchange ends with the start
+        late[0] = 2 * either._channel.timeout_s  # the first exchange ends with the start
         return reply
 
-    monkeypatch.setattr(chat_template, "_exchange", starts_late)
+    monkeypatch.setattr(template_channel, "_exchange", starts_late)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
-    monkeypatch.setattr(chat_template, "time", clock)
-    either.timeout_s = 30.0
-    assert await either.render(HELLO, add_generation_prompt=True) == "fine"
+    monkeypatch.setattr(template_channel, "time", clock)
+    either._channel.timeout_s = 30.0
+    assert (await either.render(HELLO, add_generation_prompt=True)).text == "fine"
 
 
 @pytest.mark.slow
 async def test_a_template_that_does_not_end_is_killed():
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     either = template("{% if messages[0].content == 'x' %}" + loops + "{% else %}fine{% endif %}")
-    either.timeout_s = 0.5
+    either._channel.timeout_s = 0.5
     with pytest.raises(InvalidArgument) as refused:
         await either.render([pb.Message(role="user", content="x")], add_generation_prompt=True)
     assert "0.5 seconds" in refused.value.value
-    either.timeout_s = 60.0
-    assert await either.render(HELLO, add_generation_prompt=True) == "fine"
+    either._channel.timeout_s = 60.0
+    assert (await either.render(HELLO, add_generation_prompt=True)).text == "fine"
 
 
 async def test_a_rendered_text_is_limited():
     async def limited(text: str) -> str:
-        return await ChatTemplate(text, {}, max_characters=1000).render(HELLO, add_generation_prompt=True)
+        return (await ChatTemplate(text, {}, max_characters=1000).render(HELLO, add_generation_prompt=True)).text
 
     with pytest.raises(InvalidArgument) as refused:
         await limited("{% for i in range(2000) %}x{% endfor %}")
@@ -261,17 +262,17 @@ async def test_a_conversation_larger_than_any_pipe_goes_through():
 @pytest.mark.slow
 async def test_a_process_that_ended_while_idle_is_replaced():
     chat = template("{{ messages[0].content }}")
-    assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
-    assert chat._process is not None
-    chat._process.kill()
-    chat._process.wait()
-    assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
+    assert (await chat.render(HELLO, add_generation_prompt=True)).text == "hello"
+    assert chat._channel._process is not None
+    chat._channel._process.kill()
+    chat._channel._process.wait()
+    assert (await chat.render(HELLO, add_generation_prompt=True)).text == "hello"
 
 
 async def test_the_template_process_ends_with_its_model():
     chat = template("{{ messages[0].content }}")
     await chat.render(HELLO, add_generation_prompt=True)
-    process = chat._process
+    process = chat._channel._process
     assert process is not None
     assert process.poll() is None
     del chat
@@ -285,12 +286,12 @@ def test_memory_is_limited_where_the_platform_accepts_it(
     limits: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, values: limits.update({kind: values}))
-    rendering.confine()
+    process.confine()
     assert (resource.RLIMIT_AS in limits) == has_memory_limit
     assert limits[resource.RLIMIT_NOFILE] == limits[resource.RLIMIT_NPROC] == (0, 0)
 
 
 async def test_a_template_takes_the_time_of_acceptance_for_now() -> None:
     chat = ChatTemplate("{% macro day() %}{{ strftime_now('%Y-%m') }}{% endmacro %}{{ day() }}", {})
-    assert await chat.render(HELLO, add_generation_prompt=True, unix_time=86_400.0 * 45) == "1970-02"
-    assert await chat.render(HELLO, add_generation_prompt=True) >= "2025-01"
+    assert (await chat.render(HELLO, add_generation_prompt=True, unix_time=86_400.0 * 45)).text == "1970-02"
+    assert (await chat.render(HELLO, add_generation_prompt=True)).text >= "2025-01"

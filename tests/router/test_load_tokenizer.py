@@ -158,7 +158,7 @@ def write(place: Path, files: dict[str, Any]) -> Path:
 def test_a_chat_template_is_found_wherever_checkpoints_have_it(tmp_path, name):
     files, default, others = TEMPLATES[name]
     model = load([str(write(folder(tmp_path / "m", byte_level()), files))]).default
-    assert (model.chat._template if model.chat else None) == default
+    assert (model.chat.source if model.chat else None) == default
     assert model.has_chat_template == (default is not None)
     assert sorted(model.other_templates) == sorted(others)
 

@@ -1,0 +1,140 @@
+"""Confined process that renders the chat template of one model, used through stdin and stdout.
+
+It has little memory, and opens no file and no socket.
+
+    request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
+    first request          {"template", "variables", "max_characters": characters,
+                            "tokens": control tokens, "other_tokens": added tokens that are none}
+    request                {"lengths": bytes of the text's parts, "add_generation_prompt",
+                            "time": seconds of the Unix clock that templates take for now; null: this process's clock}
+                           text: role and content of each message, concatenated
+    reply                  {"written"} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
+                           written: position and index of each control token that the template wrote, in pairs
+
+Texts are not part of the JSON: encoding megabytes would stop the router's event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import pprint
+import resource
+import struct
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import IO, Any
+
+import jinja2.debug
+from jinja2 import Template, TemplateError
+
+from decant.router.text.template_process.environment import ChatEnvironment, Refused, local_time
+from decant.router.text.template_process.marked_text import CONTENT, TEMPLATE, MarkedText, joined
+from decant.router.text.template_process.written_tokens import TokenSearch, written_tokens
+
+MEMORY_BYTES = 512 * 1024 * 1024
+
+_IMPORTED_LATE = (pprint, textwrap, unicodedata, jinja2.debug)
+"""Filters import these later, when no file can be opened."""
+_WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
+{% set ns = namespace(x='\n\u00e9') %}{{- ns.x ~ m | tojson(indent=1) }}{% if loop.last %}{% break %}{% endif %}
+{% endfor %}{% macro f(x) %}{{ x[1:] | trim | upper }}{% endmacro %}{{ f('ab') }}
+{{ '%s' % 1 ~ strftime_now('%c %B') ~ dict(a=1) }}{{ 'x'.split('x')[-1] }}
+{{ [2, 1] | sort | map('string') | join }}"""
+"""Has Python load what most templates use before the process is confined."""
+_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
+
+
+class TooLong(Exception):
+    pass
+
+
+class Renderer:
+    """One template, with what it gets from the model's files."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._source: str = setup["template"]
+        self._max_characters: int = setup["max_characters"]
+        self._search = TokenSearch(setup["tokens"], setup["other_tokens"])
+        self._variables = {name: MarkedText(text, TEMPLATE) for name, text in setup["variables"].items()}
+        self._compiled: Template | None = None
+
+    def reply_to(self, request: Mapping[str, Any], texts: bytes) -> tuple[dict[str, Any], bytes]:
+        try:
+            text, written = self._render(request, texts)
+        except Refused as error:
+            return {"refused": str(error)}, b""
+        except TooLong as error:
+            return {"failed": str(error)}, b""
+        except TemplateError as error:
+            return {"failed": f"{type(error).__name__}: {error}"}, b""
+        except Exception as error:  # noqa: BLE001 - a template may do anything
+            return {"failed": f"{type(error).__name__}: {error}"}, b""
+        return {"written": written}, text.encode()
+
+    def _render(self, request: Mapping[str, Any], texts: bytes) -> tuple[str, list[int]]:
+        if self._compiled is None:
+            self._compiled = ChatEnvironment().from_string(self._source)
+        messages = list(self._messages(request["lengths"], texts))
+        variables = {
+            **self._variables,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": request["add_generation_prompt"],
+            "strftime_now": local_time(request["time"]).strftime,
+        }
+        parts, length = [], 0
+        for part in self._compiled.generate(variables):
+            length += len(part)
+            if length > self._max_characters:
+                raise TooLong(f"more than {self._max_characters} characters")
+            parts.append(part)
+        text = joined(parts)
+        return text, written_tokens(self._search, text, [text for message in messages for text in message.values()])
+
+    def _messages(self, lengths: list[int], texts: bytes) -> Iterator[dict[str, MarkedText]]:
+        ends = list(accumulate(lengths, initial=0))
+        parts = [texts[begin:end].decode() for begin, end in pairwise(ends)]
+        for role, content in zip(parts[::2], parts[1::2], strict=True):
+            yield {"role": self._role(role), "content": MarkedText(content, CONTENT)}
+
+    def _role(self, role: str) -> MarkedText:
+        """A role is the template's own word if it is a common one, or a literal of the template: some templates make
+        tokens of it.
+        """
+        is_named = role in _ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
+        return MarkedText(role, TEMPLATE if is_named else CONTENT)
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    renderer: Renderer | None = None
+    while len(lengths := requests.read(8)) == 8:
+        head, texts = (requests.read(length) for length in struct.unpack(">II", lengths))
+        head_out: dict[str, Any] = {}
+        request, text = json.loads(head), b""
+        if renderer is None:
+            renderer = Renderer(request)
+        else:
+            head_out, text = renderer.reply_to(request, texts)
+        reply = json.dumps(head_out).encode()
+        replies.write(struct.pack(">II", len(reply), len(text)) + reply + text)
+        replies.flush()
+
+
+def confine() -> None:
+    for template in (_WARM_UP_TEMPLATE, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
+        setup = {"template": template, "variables": {}, "max_characters": 10_000, "tokens": ["<x>"], "other_tokens": []}
+        Renderer(setup).reply_to({"lengths": [4, 0], "add_generation_prompt": True, "time": None}, b"user")
+    if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    confine()
+    serve(sys.stdin.buffer, sys.stdout.buffer)
