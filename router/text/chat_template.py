@@ -52,6 +52,11 @@ class ChatTemplate:
         }
         self._channel = TemplateChannel(setup, timeout_s)
 
+    def start(self) -> str | None:
+        """Start the process and check the template; return what it needs and does not have."""
+        failure: str | None = self._channel.start().get("failed")
+        return failure
+
     async def render(
         self,
         messages: Sequence[pb.Message],

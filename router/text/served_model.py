@@ -168,6 +168,8 @@ def load(sources: Iterable[str], add_bos: Collection[str] = ()) -> Models:
             raise ModelUnreadable(
                 source, f"another model is called {model.id} already; give it a name: NAME={location}"
             )
+        if model.chat is not None and (failure := model.chat.start()) is not None:
+            raise ModelUnreadable(source, f"its chat template can't be used: {failure}")
         models[model.id] = model
         for reason in model.contradictions:
             _log.warning("the tokenizer's files contradict each other", model=model.id, reason=reason)

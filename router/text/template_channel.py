@@ -44,17 +44,26 @@ class TemplateChannel:
         self._process: subprocess.Popen[bytes] | None = None
         self._end_process: Callable[[], Any] = _nothing
 
+    def start(self) -> Reply:
+        """The process's reply to ``setup``, or ``failed`` if it did not answer."""
+        self._end_process()
+        self._process = _start()
+        self._end_process = weakref.finalize(self, _end, self._process)
+        return self._exchange(self._process, self._setup, b"", START_SECONDS)[0]
+
     def request(self, head: bytes, texts: bytes) -> tuple[Reply, str]:
         """Reply and text, or the reply ``failed`` of a process that did not answer."""
-        limit_s = START_SECONDS
+        if self._process is None or self._process.poll() is not None:  # it may end while it is idle
+            reply = self.start()
+            if self._process is None:
+                return reply, ""
+        return self._exchange(self._process, head, texts, self.timeout_s)
+
+    def _exchange(
+        self, process: subprocess.Popen[bytes], head: bytes, texts: bytes, limit_s: float
+    ) -> tuple[Reply, str]:
         try:
-            if self._process is None or self._process.poll() is not None:  # it may end while it is idle
-                self._end_process()
-                self._process = _start()
-                self._end_process = weakref.finalize(self, _end, self._process)
-                _exchange(self._process, self._setup, b"", time.monotonic() + limit_s)
-            limit_s = self.timeout_s
-            reply, text = _exchange(self._process, head, texts, time.monotonic() + limit_s)
+            reply, text = _exchange(process, head, texts, time.monotonic() + limit_s)
         except OSError as error:
             self._process = None
             self._end_process()

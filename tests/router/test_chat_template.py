@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from decant.protos import inference_pb2 as pb
 from decant.router.text import template_channel
 from decant.router.text.chat_template import ChatTemplate
-from decant.router.text.served_model import ServedModel, served
+from decant.router.text.served_model import ServedModel, load, served
 from decant.router.text.template_process import process
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import ModelUnreadable, find
@@ -156,6 +156,79 @@ async def test_a_template_file_overrides_the_configuration(tmp_path):
     (place / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelUnreadable, match="chat_template"):
         chat_of(place)
+
+
+# ------------------------------------------------------------------------------------ the form of content
+
+PARTS_ONLY = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    "{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}{% endif %}{% endfor %}"
+)
+PARTS_OF_USERS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% else %}{{ m.content + '' }}{% endif %}{% endfor %}"
+)
+FORMATS = {"parts": PARTS_ONLY, "either": EITHER, "users": PARTS_OF_USERS}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+async def test_a_template_that_takes_typed_parts_gets_the_text_in_one(kind):
+    turns = [("system", "brief"), ("user", "hello"), ("assistant", "yes?"), ("user", "again")]
+    messages = [pb.Message(role=role, content=text) for role, text in turns]
+    assert await rendered(FORMATS[kind], messages) == "".join(f"<{role}>{text}" for role, text in turns)
+
+
+async def test_a_template_that_takes_texts_gets_texts():
+    assert await rendered("{{ messages[0].content is string }}{{ messages }}") == (
+        "True[{'role': 'user', 'content': 'hello'}]"
+    )
+
+
+async def test_parts_have_the_tokens_that_transformers_makes_of_them(tmp_path):
+    place = folder(tmp_path / "parts", byte_level(), {"chat_template": PARTS_ONLY.replace("<", "<|tool|>")})
+    ours, theirs = served(find(str(place))), AutoTokenizer.from_pretrained(str(place))
+    plain: Any = [{"role": "user", "content": [{"type": "text", "text": "the dog <"}]}]
+    assert ours.chat is not None
+    made = await ours.chat.render([pb.Message(role="user", content="the dog <")], add_generation_prompt=True)
+    expected = theirs.apply_chat_template(plain, return_dict=False)
+    assert await ours.encode(made.text, special=False, written=made.written) == expected
+
+
+LACKING = {
+    "{{ 1 }}\n{{ messages | shout }}": "line 2: No filter named 'shout'.",
+    "\n{% if x is shouted %}{% endif %}": "line 2: No test named 'shouted'.",
+    "\n\n{{ today() }}": "line 3: there is no function 'today'",
+    "{% if never %}\n{{ load_file('x') }}{% endif %}": "line 2: there is no function 'load_file'",
+    "{% include 'other.jinja' %}": "line 1: include: templates have no other files",
+    "{% from 'macros' import m %}{{ m(1) }}": "line 1: import: templates have no other files",
+    "\n{% if %}": "line 2: Expected an expression",
+    "\n{% audio %}": "line 2: Encountered unknown tag 'audio'",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", LACKING)
+def test_a_template_that_uses_what_is_missing_is_refused_at_load_with_the_line(tmp_path, text):
+    place = folder(tmp_path / "m", byte_level(), {"chat_template": text})
+    with pytest.raises(ModelUnreadable, match="chat template can't be used") as refused:
+        load([str(place)])
+    assert LACKING[text] in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", LIKE)
+def test_templates_that_are_complete_are_loaded(tmp_path, kind):
+    assert load([str(folder(tmp_path / kind, byte_level(), {"chat_template": LIKE[kind]}))]).default.has_chat_template
+
+
+def test_a_template_that_looks_for_a_function_needs_none(tmp_path):
+    guarded = "{% if today is defined %}{{ today() }}{% endif %}{% macro m(f) %}{{ f() }}{% endmacro %}{{ messages }}"
+    place = folder(tmp_path / "m", byte_level(), {"chat_template": guarded})
+    assert load([str(place)]).default.has_chat_template
 
 
 # -------------------------------------------------------------------------------------- hostile templates

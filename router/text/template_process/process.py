@@ -5,6 +5,7 @@ It has little memory, and opens no file and no socket.
     request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
     first request          {"template", "variables", "max_characters": characters,
                             "tokens": control tokens, "other_tokens": added tokens that are none}
+                           reply: {}, or {"failed"}: what the template needs and does not have, with its line
     request                {"lengths": bytes of the text's parts, "add_generation_prompt",
                             "time": seconds of the Unix clock that templates take for now; null: this process's clock}
                            text: role and content of each message, concatenated
@@ -19,21 +20,28 @@ from __future__ import annotations
 import json
 import pprint
 import resource
+import signal
 import struct
 import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import jinja2.debug
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 
+from decant.router.text.template_process.checks import find_missing
+from decant.router.text.template_process.content_format import ContentFormat
 from decant.router.text.template_process.environment import ChatEnvironment, Refused, local_time
 from decant.router.text.template_process.marked_text import CONTENT, TEMPLATE, MarkedText, joined
 from decant.router.text.template_process.written_tokens import TokenSearch, written_tokens
 
+PROBE_SECONDS = 1.0
+"""CPU time for a conversation that shows what the template takes."""
 MEMORY_BYTES = 512 * 1024 * 1024
 
 _IMPORTED_LATE = (pprint, textwrap, unicodedata, jinja2.debug)
@@ -44,11 +52,28 @@ _WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
 {{ '%s' % 1 ~ strftime_now('%c %B') ~ dict(a=1) }}{{ 'x'.split('x')[-1] }}
 {{ [2, 1] | sort | map('string') | join }}"""
 """Has Python load what most templates use before the process is confined."""
+_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
 
 
 class TooLong(Exception):
     pass
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after so much CPU time."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class Renderer:
@@ -59,7 +84,35 @@ class Renderer:
         self._max_characters: int = setup["max_characters"]
         self._search = TokenSearch(setup["tokens"], setup["other_tokens"])
         self._variables = {name: MarkedText(text, TEMPLATE) for name, text in setup["variables"].items()}
-        self._compiled: Template | None = None
+        self._environment = ChatEnvironment()
+
+    def check(self) -> Mapping[str, Any]:
+        """Reply to the first request."""
+        try:
+            parsed = self._environment.parse(self._source)
+            missing = find_missing(self._environment, parsed, {*self._variables, *_VARIABLES})
+            if missing is None:
+                self._template, self._format  # noqa: B018 - a property each
+        except TemplateSyntaxError as error:
+            missing = f"line {error.lineno}: {error.message}"
+        except Exception as error:  # noqa: BLE001 - a template may do anything
+            missing = f"{type(error).__name__}: {error}"
+        return {} if missing is None else {"failed": missing}
+
+    @cached_property
+    def _template(self) -> Template:
+        return self._environment.from_string(self._source)
+
+    @cached_property
+    def _format(self) -> ContentFormat:
+        return ContentFormat(self._probe)
+
+    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            with _cpu_limit(PROBE_SECONDS):
+                return self._written(messages, add_generation_prompt=True, time=0.0)
+        except Exception:  # noqa: BLE001 - a template may do anything
+            return None
 
     def reply_to(self, request: Mapping[str, Any], texts: bytes) -> tuple[dict[str, Any], bytes]:
         try:
@@ -75,31 +128,34 @@ class Renderer:
         return {"written": written}, text.encode()
 
     def _render(self, request: Mapping[str, Any], texts: bytes) -> tuple[str, list[int]]:
-        if self._compiled is None:
-            self._compiled = ChatEnvironment().from_string(self._source)
-        messages = list(self._messages(request["lengths"], texts))
+        contents: list[str] = []
+        messages = list(self._messages(request["lengths"], texts, contents))
+        text = self._written(messages, add_generation_prompt=request["add_generation_prompt"], time=request["time"])
+        return text, written_tokens(self._search, text, contents)
+
+    def _written(self, messages: list[Any], *, add_generation_prompt: bool, time: float | None) -> MarkedText:
         variables = {
             **self._variables,
             "messages": messages,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": request["add_generation_prompt"],
-            "strftime_now": local_time(request["time"]).strftime,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": local_time(time).strftime,
         }
         parts, length = [], 0
-        for part in self._compiled.generate(variables):
+        for part in self._template.generate(variables):
             length += len(part)
             if length > self._max_characters:
                 raise TooLong(f"more than {self._max_characters} characters")
             parts.append(part)
-        text = joined(parts)
-        return text, written_tokens(self._search, text, [text for message in messages for text in message.values()])
+        return joined(parts)
 
-    def _messages(self, lengths: list[int], texts: bytes) -> Iterator[dict[str, MarkedText]]:
+    def _messages(self, lengths: list[int], texts: bytes, contents: list[str]) -> Iterator[dict[str, Any]]:
         ends = list(accumulate(lengths, initial=0))
         parts = [texts[begin:end].decode() for begin, end in pairwise(ends)]
+        contents += parts
         for role, content in zip(parts[::2], parts[1::2], strict=True):
-            yield {"role": self._role(role), "content": MarkedText(content, CONTENT)}
+            yield {"role": self._role(role), "content": self._format.of_text(role, MarkedText(content, CONTENT))}
 
     def _role(self, role: str) -> MarkedText:
         """A role is the template's own word if it is a common one, or a literal of the template: some templates make
@@ -117,6 +173,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
         request, text = json.loads(head), b""
         if renderer is None:
             renderer = Renderer(request)
+            head_out = dict(renderer.check())
         else:
             head_out, text = renderer.reply_to(request, texts)
         reply = json.dumps(head_out).encode()
@@ -127,7 +184,9 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 def confine() -> None:
     for template in (_WARM_UP_TEMPLATE, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
         setup = {"template": template, "variables": {}, "max_characters": 10_000, "tokens": ["<x>"], "other_tokens": []}
-        Renderer(setup).reply_to({"lengths": [4, 0], "add_generation_prompt": True, "time": None}, b"user")
+        renderer = Renderer(setup)
+        renderer.check()
+        renderer.reply_to({"lengths": [4, 0], "add_generation_prompt": True, "time": None}, b"user")
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
