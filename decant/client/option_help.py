@@ -17,6 +17,8 @@ OPTION_HELP = {
     "user": "your own end user, for the server's log",
     "parse_special_tokens": "texts of special tokens in the input are those tokens; True for a text, False in messages",
     "add_generation_prompt": "for messages: the chat template opens the assistant's turn; True",
+    "tools": "for messages: functions that the model may call, as name, description and parameters (a JSON schema)",
+    "tool_choice": '"auto", or "none": no calls; "required" and a name are not implemented',
     "temperature": "0 to 100; 0 always takes the most likely token; unset: the model's",
     "top_p": "share of probability to draw from, above 0, to 1; unset: the model's",
     "top_k": "number of most likely tokens to draw from, 0 for all; unset: the model's",

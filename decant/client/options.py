@@ -5,19 +5,20 @@ from __future__ import annotations
 import difflib
 import json
 import uuid
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from decant.client.conversation import add_messages, add_tools, set_tool_choice
+from decant.client.fields import set_field
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import InvalidArgument
 
 M = TypeVar("M", bound=Message)
 
-Messages: TypeAlias = Sequence[Mapping[str, str]]
-"""Oldest first: ``{"role": "user", "content": "..."}``."""
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""Oldest first: ``{"role": "user", "content": "..."}``; also ``name``, ``tool_calls`` and ``tool_call_id``."""
 Prompt: TypeAlias = str | Sequence[int] | Messages
 """Text, token ids, or messages."""
 
@@ -29,7 +30,9 @@ class Options(TypedDict, total=False):
     lora_name: str | None
     user: str | None
     parse_special_tokens: bool | None
-    add_generation_prompt: bool | None  # of messages
+    add_generation_prompt: bool | None  # of messages, as the next two
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
     # SamplingParams
     temperature: float | None
     top_p: float | None
@@ -114,7 +117,7 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
 def tokenize_request(text: str | Sequence[Any], model: str, **options: bool | None) -> pb.TokenizeRequest:
     message = fill(pb.TokenizeRequest(return_tokens=True), model=model, **options)
     if isinstance(text, str):
-        _set_field(message, "text", text, "text")
+        set_field(message, "text", text, "text")
     elif _are_messages(text):
         add_messages(message.messages, text)
     else:
@@ -124,30 +127,20 @@ def tokenize_request(text: str | Sequence[Any], model: str, **options: bool | No
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
     message = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
-    _set_field(message, "token_ids", token_ids, "token_ids")
+    set_field(message, "token_ids", token_ids, "token_ids")
     return message
 
 
 def fill(message: M, **values: Any) -> M:
     for name, value in values.items():
         if value is not None:
-            _set_field(message, name, value, name)
+            set_field(message, name, value, name)
     return message
-
-
-def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
-    for index, message in enumerate(messages):
-        field = f"messages[{index}]"
-        if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
-            raise InvalidArgument(field, "role and content, and nothing else", repr(message))
-        added = target.messages.add()
-        for name, value in message.items():
-            _set_field(added, name, value, f"{field}.{name}")
 
 
 def _set_input(message: pb.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
-        _set_field(message, "prompt", prompt, "prompt")
+        set_field(message, "prompt", prompt, "prompt")
     elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__len__"):
         raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
     elif _are_messages(prompt):
@@ -167,20 +160,31 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _set_option(message: pb.GenerateRequest, name: str, value: object) -> None:
-    if name == "add_generation_prompt":
+    if name in _OF_MESSAGES:
         if message.WhichOneof("input") != "messages":
             raise InvalidArgument(name, "only with messages", value)
-        _set_field(message.messages, name, value, name)
+        _OF_MESSAGES[name](message.messages, value)
     elif name == "choice":
         message.guided.choice.SetInParent()
-        _set_field(message.guided.choice, "choices", value, name)
+        set_field(message.guided.choice, "choices", value, name)
     elif group := _GROUP_OF.get(name):
-        _set_field(getattr(message, group), name, _to_field_value(name, value), name, value)
+        set_field(getattr(message, group), name, _to_field_value(name, value), name, value)
     elif name in Options.__annotations__:
-        _set_field(message, name, value, name)
+        set_field(message, name, value, name)
     else:
         near = difflib.get_close_matches(name, [*Options.__annotations__, "timeout", "messages"], n=1)
         raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _set_add_generation_prompt(messages: pb.Messages, value: object) -> None:
+    set_field(messages, "add_generation_prompt", value, "add_generation_prompt")
+
+
+_OF_MESSAGES: Mapping[str, Callable[[pb.Messages, Any], None]] = {
+    "add_generation_prompt": _set_add_generation_prompt,
+    "tools": add_tools,
+    "tool_choice": set_tool_choice,
+}
 
 
 def _to_field_value(name: str, value: object) -> object:
@@ -191,52 +195,3 @@ def _to_field_value(name: str, value: object) -> object:
     if name == "on_disconnect" and isinstance(value, str):
         return f"ON_DISCONNECT_{value.upper()}"
     return value
-
-
-def _set_field(message: Message, name: str, value: Any, option: str, original: object = None) -> None:
-    field = message.DESCRIPTOR.fields_by_name[name]
-    try:
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, name).update(value)
-        elif field.is_repeated and isinstance(value, str | bytes | bytearray):
-            raise TypeError("a text is not a list of values")
-        elif field.is_repeated:
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
-    except (TypeError, ValueError):
-        shown = value if original is None else original
-        raise InvalidArgument(option, _expected(field, shown), repr(shown)) from None
-
-
-def _expected(field: Any, value: object) -> str:
-    if field.name == "token_ids" and not field.is_repeated:
-        return "True or False; as input, token ids are the prompt: generate([1, 2])"
-    if field.name == "on_disconnect":
-        return "'cancel' or 'detach'"
-    if field.name == "logit_bias":
-        return "a dict of token ids and numbers"
-    one = _ONE[field.cpp_type]
-    if field.is_repeated:
-        return f"a list of {one[1]}" if field.name != "stop" else "a text or a list of texts"
-    if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        return "a text that UTF-8 can encode"
-    if isinstance(value, int) and field.cpp_type in _BOUNDS:
-        low, high = _BOUNDS[field.cpp_type]
-        return f"an int from {low} to {high}"
-    return one[0]
-
-
-_ONE = {
-    FieldDescriptor.CPPTYPE_STRING: ("a text", "texts"),
-    FieldDescriptor.CPPTYPE_BOOL: ("True or False", "bools"),
-    FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
-    FieldDescriptor.CPPTYPE_INT32: ("an int", "ints"),
-    FieldDescriptor.CPPTYPE_UINT32: ("an int", "ints from 0"),
-    FieldDescriptor.CPPTYPE_UINT64: ("an int", "ints from 0"),
-}
-_BOUNDS = {
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}

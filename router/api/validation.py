@@ -48,6 +48,9 @@ LISTED_BYTES = 16 * 1024
 """Up to this size unknown fields are listed, in about ten milliseconds."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
+    "Tool.strict": lambda request: any(tool.strict for tool in request.messages.tools),
+    "ToolChoice.mode": lambda request: request.messages.tool_choice.mode == pb.ToolChoice.MODE_REQUIRED,
+    "ToolChoice.name": lambda request: request.messages.tool_choice.HasField("name"),
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
 }

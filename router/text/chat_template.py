@@ -7,11 +7,13 @@ killed; the next request starts another.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from decant.protos import inference_pb2 as pb
 from decant.router.text.control_tokens import NO_TOKENS, AddedTexts, WrittenTokens
+from decant.router.text.conversation import Conversation
 from decant.router.text.template_channel import RENDER_SECONDS, TemplateChannel
 from decant.router.text.text_work import TextWork
 from decant.runtime.connections.channel import Deadline
@@ -41,6 +43,7 @@ class ChatTemplate:
         max_characters: int = MAX_RENDERED,
     ) -> None:
         self.source = template
+        self.takes_tools = re.search(r"\btools\b", template) is not None
         self._tokens = added.control
         self._work = TextWork(max_concurrent=1)
         setup = {
@@ -60,24 +63,28 @@ class ChatTemplate:
     async def render(
         self,
         messages: Sequence[pb.Message],
+        tools: Sequence[pb.Tool] = (),
         *,
         add_generation_prompt: bool,
         deadline: Deadline = NO_DEADLINE,
         unix_time: float | None = None,
     ) -> Rendered:
         """Render messages; ``unix_time`` is what the template takes for now, None: the clock's."""
-        texts = [text.encode() for message in messages for text in (message.role, message.content)]
+        conversation = Conversation()
         head = {
+            **conversation.head(messages, tools),
             "add_generation_prompt": add_generation_prompt,
-            "lengths": list(map(len, texts)),
+            "lengths": list(map(len, conversation.texts)),
             "time": unix_time,
         }
-        content = b"".join(texts)
+        content = b"".join(conversation.texts)
         return await self._work.run(len(content), deadline, self._render, json.dumps(head).encode(), content)
 
     def _render(self, head: bytes, texts: bytes) -> Rendered:
         reply, text = self._channel.request(head, texts)
         match reply:
+            case {"field": field, "limit": limit, "value": value}:
+                raise InvalidArgument(field, limit, value)
             case {"refused": refusal}:
                 raise InvalidArgument("messages", "a conversation that the model's chat template takes", refusal)
             case {"failed": failure}:

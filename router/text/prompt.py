@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from decant.protos import inference_pb2 as pb
 from decant.router.text.control_tokens import WrittenTokens
+from decant.router.text.conversation import offered_tools
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
@@ -84,8 +85,12 @@ async def chat_tokens(
     if not messages.messages:
         raise InvalidArgument("messages.messages", "at least 1 message", 0)
     add_prompt = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
-    rendered = await model.chat.render(
-        messages.messages, add_generation_prompt=add_prompt, deadline=deadline, unix_time=unix_time
+    tools = offered_tools(messages)
+    template = model.tool_chat if tools and model.tool_chat is not None else model.chat
+    if tools and not template.takes_tools:
+        raise InvalidArgument("messages.tools", "a model whose chat template takes tools", model.id)
+    rendered = await template.render(
+        messages.messages, tools, add_generation_prompt=add_prompt, deadline=deadline, unix_time=unix_time
     )
     written = None if parse_special else rendered.written
     return await text_tokens("messages", rendered.text, model, context_length, deadline, special=False, written=written)

@@ -21,7 +21,7 @@ from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.control_tokens import InseparableTokens, PlainTokenizer, WrittenTokens, added_texts
 from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
-from decant.router.text.template_files import DEFAULT, read_templates
+from decant.router.text.template_files import DEFAULT, FOR_TOOLS, read_templates
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
 from decant.runtime.connections.channel import Deadline
@@ -55,6 +55,8 @@ class ServedModel:
     folder: Path
     """Of the tokenizer's files."""
     plain_tokenizer: PlainTokenizer = field(repr=False)
+    tool_chat: ChatTemplate | None = None
+    """The template of conversations with tools, if the model has one for these."""
     other_templates: tuple[str, ...] = ()
     """Names of the chat templates beside the default."""
     contradictions: tuple[str, ...] = ()
@@ -168,8 +170,9 @@ def load(sources: Iterable[str], add_bos: Collection[str] = ()) -> Models:
             raise ModelUnreadable(
                 source, f"another model is called {model.id} already; give it a name: NAME={location}"
             )
-        if model.chat is not None and (failure := model.chat.start()) is not None:
-            raise ModelUnreadable(source, f"its chat template can't be used: {failure}")
+        for template in (model.chat, model.tool_chat):
+            if template is not None and (failure := template.start()) is not None:
+                raise ModelUnreadable(source, f"its chat template can't be used: {failure}")
         models[model.id] = model
         for reason in model.contradictions:
             _log.warning("the tokenizer's files contradict each other", model=model.id, reason=reason)
@@ -190,8 +193,9 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
     config = read_tokenizer_config(files.id, files.folder)
     tokenizer = load_tokenizer(files, config, add_bos=add_bos)
     templates = dict(read_templates(files, config))
-    default = templates.pop(DEFAULT, None)
-    added = added_texts(tokenizer, default or "")
+    default, for_tools = templates.pop(DEFAULT, None), templates.get(FOR_TOOLS)
+    added = added_texts(tokenizer, (default or "") + (for_tools or ""))
+    variables = dict(_named_tokens(config))
     sampling = _default_sampling(files)
     try:
         return ServedModel(
@@ -201,7 +205,8 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,
-            chat=ChatTemplate(default, dict(_named_tokens(config)), added) if default else None,
+            chat=ChatTemplate(default, variables, added) if default else None,
+            tool_chat=ChatTemplate(for_tools, variables, added) if for_tools else None,
             other_templates=tuple(templates),
             contradictions=tuple(contradictions(files, tokenizer, config)),
             hashes=files.hashes,

@@ -1,4 +1,4 @@
-"""Chat templates of a model by name: ``default`` is the one that routers use.
+"""Chat templates of a model by name: routers use ``default``, and ``tool_use`` for conversations with tools.
 
     chat_template.jinja                                       the default
     additional_chat_templates/NAME.jinja, chat_templates/...  one each
@@ -16,6 +16,7 @@ from typing import Any
 from decant.runtime.model_files import ModelFiles, ModelUnreadable, read_json
 
 DEFAULT = "default"
+FOR_TOOLS = "tool_use"
 _FOLDERS = ("chat_templates", "additional_chat_templates")
 
 

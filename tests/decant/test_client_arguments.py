@@ -70,10 +70,16 @@ PROMPT = "prompt: a text, token ids or messages"
         ({"prompt": ["a", "b"]}, f"{PROMPT}; token ids are ints from 0, got ['a', 'b']"),
         ({"prompt": [1, -1]}, f"{PROMPT}; token ids are ints from 0, got [1, -1]"),
         ({"prompt": [{"role": 3}]}, "messages[0].role: a text, got 3"),
-        ({"prompt": [{"name": "x"}]}, "messages[0]: role and content, and nothing else, got {'name': 'x'}"),
+        (
+            {"prompt": [{"nome": "x"}]},
+            "messages[0]: role, content, name, tool_calls, tool_call_id, nothing else, got {'nome': 'x'}",
+        ),
         ({"prompt": None, "messages": "x"}, 'messages: a list of {"role": ..., "content": ...}, got \'x\''),
         ({"prompt": None, "messages": []}, 'messages: a list of {"role": ..., "content": ...}, got []'),
-        ({"prompt": [{"role": "a"}, 3]}, "messages[1]: role and content, and nothing else, got 3"),
+        (
+            {"prompt": [{"role": "a"}, 3]},
+            "messages[1]: role, content, name, tool_calls, tool_call_id, nothing else, got 3",
+        ),
     ],
     ids=str,
 )
@@ -129,7 +135,7 @@ def test_every_field_of_a_request_is_an_option_of_the_same_name() -> None:
     for group in groups:
         kind: Any = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
         fields |= {field.name for field in kind.fields}
-    assert fields | {"add_generation_prompt"} == Options.__annotations__.keys()
+    assert fields | {"add_generation_prompt", "tools", "tool_choice"} == Options.__annotations__.keys()
 
 
 def test_help_shows_every_option_with_its_meaning() -> None:
@@ -173,6 +179,39 @@ def test_options_reach_their_fields() -> None:
     assert schema == '{"type": "object"}'
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_tools_and_calls_are_taken_in_the_form_of_other_clients() -> None:
+    function = {"name": "now", "description": "Time.", "parameters": {"type": "object", "title": "é"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call, {"name": "now", "arguments": {"x": "é"}}]},
+        {"role": "tool", "tool_call_id": "c1", "name": "now", "content": "noon"},
+    ]
+    expected = pb.Messages(
+        messages=[
+            pb.Message(role="user", parts=[pb.ContentPart(text="a")]),
+            pb.Message(
+                role="assistant",
+                tool_calls=[
+                    pb.ToolCall(id="c1", name="now", arguments="{}"),
+                    pb.ToolCall(name="now", arguments='{"x": "é"}'),
+                ],
+            ),
+            pb.Message(role="tool", tool_call_id="c1", name="now", content="noon"),
+        ],
+        tools=[pb.Tool(name="now", description="Time.", parameters='{"type": "object", "title": "é"}')],
+        tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_AUTO),
+    )
+    for tools in ([function], [{"type": "function", "function": function}]):
+        assert request(messages, {"tools": tools, "tool_choice": "auto"}).messages == expected
+    named = request(HELLO, {"tools": [function], "tool_choice": {"type": "function", "function": {"name": "now"}}})
+    assert named.messages.tool_choice.name == "now"
+    assert request(HELLO, {"tools": [function], "tool_choice": "now"}) == named
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -182,7 +221,17 @@ def test_options_reach_their_fields() -> None:
         ("x", {"add_generation_prompt": True}, "add_generation_prompt"),
         ("x", {"on_disconnect": "stay"}, "on_disconnect"),
         ([-1], {}, "prompt"),
-        ([{"role": "user", "name": "x"}], {}, "messages[0]"),
+        ([{"role": "user", "nome": "x"}], {}, "messages[0]"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "messages[0].content[0]"),
+        ([{"role": "user", "tool_calls": "x"}], {}, "messages[0].tool_calls"),
+        ([{"role": "user", "tool_calls": [{"id": "a", "kind": "x"}]}], {}, "messages[0].tool_calls[0]"),
+        ([{"role": "user", "tool_calls": [{"name": 3}]}], {}, "messages[0].tool_calls[0].name"),
+        (HELLO, {"tools": {"name": "x"}}, "tools"),
+        (HELLO, {"tools": [3]}, "tools[0]"),
+        (HELLO, {"tools": [{"name": 3}]}, "tools[0].name"),
+        (HELLO, {"tools": [{"name": "x", "parameters": 3}]}, "tools[0].parameters"),
+        (HELLO, {"tool_choice": 3}, "tool_choice"),
+        ("x", {"tools": []}, "tools"),
     ],
 )
 def test_a_value_that_its_field_cannot_hold_is_refused_by_name(prompt: Any, options: Any, field: str) -> None:

@@ -31,7 +31,10 @@ DETACHED = 100
 """Tokens of an answer that is written to its end without a client."""
 BEGIN, END = 0, 1
 TEMPLATE = (
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}def {% endif %}"
 )
 CHAT = "chat"
 CHAT_CONFIG = {"chat_template": TEMPLATE, "split_special_tokens": False}
@@ -85,6 +88,11 @@ def leaves(descriptor: Any) -> Iterator[str]:
 UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
     "SamplingParams.n": pb.GenerateRequest(sampling=pb.SamplingParams(n=2)),
     "GenerateRequest.guided": pb.GenerateRequest(guided=pb.GuidedDecoding(regex="a+")),
+    "Tool.strict": pb.GenerateRequest(messages=pb.Messages(tools=[pb.Tool(strict=True)])),
+    "ToolChoice.mode": pb.GenerateRequest(
+        messages=pb.Messages(tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED))
+    ),
+    "ToolChoice.name": pb.GenerateRequest(messages=pb.Messages(tool_choice=pb.ToolChoice(name="now"))),
     "GenerateRequest.lora_name": pb.GenerateRequest(lora_name="pirate"),
 }
 
@@ -149,6 +157,29 @@ async def _messages(stub: Stub) -> None:
         answer, expected = await ask(stub, chat), await ask(stub, written)
         assert answer.started.prompt_tokens == len(ids)
         assert answer.ids == expected.ids
+
+
+@field(
+    *("ContentPart.text", "Message.name", "Message.tool_call_id", "ToolCall.id", "ToolCall.name", "ToolCall.arguments"),
+    *("Tool.name", "Tool.description", "Tool.parameters"),
+)
+async def _tools(stub: Stub) -> None:
+    calls = [pb.ToolCall(id="c1", name="now", arguments='{"a": 1}')]
+    messages = [
+        pb.Message(role="user", parts=[pb.ContentPart(text="what "), pb.ContentPart(text="time")]),
+        pb.Message(role="assistant", content="look", tool_calls=calls),
+        pb.Message(role="tool", content="noon", name="now", tool_call_id="c1"),
+    ]
+    tools = [pb.Tool(name="now", description="Time.", parameters='{"type": "object"}')]
+    text = (
+        '[{"type": "function", "function": {"name": "now", "description": "Time.", "parameters": {"type": "object"}}}]'
+        "# user: what time\n# assistant: look"
+        '[{"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"a": 1}}}]\n'
+        "# tool: noonnowc1\ndef "
+    )
+    chat = request(model=CHAT)
+    chat.messages.CopyFrom(pb.Messages(messages=messages, tools=tools))
+    assert (await ask(stub, chat)).started.prompt_tokens == len(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
 @field("GenerateRequest.parse_special_tokens")

@@ -90,7 +90,7 @@ async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it(b
 async def test_messages_are_a_prompt_as_the_template_writes_it(both):
     ours, theirs = both("chatml")
     plain = [{"role": "user", "content": "the dog"}]
-    messages = [pb.Message(**message) for message in plain]
+    messages = [pb.Message(role=message["role"], content=message["content"]) for message in plain]
     for asked, opens in (None, True), (True, True), (False, False):
         given = pb.Messages(messages=messages, add_generation_prompt=asked)
         made = await valid(

@@ -98,7 +98,7 @@ ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
 
 
 def as_messages(messages: list[dict[str, str]]) -> list[pb.Message]:
-    return [pb.Message(**message) for message in messages]
+    return [pb.Message(role=message["role"], content=message["content"]) for message in messages]
 
 
 async def ids_of(model: ServedModel, messages: list[dict[str, str]], **fields: Any) -> list[int]:

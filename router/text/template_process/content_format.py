@@ -7,6 +7,7 @@ A template that wants parts drops a text without an error. It shows by what beco
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,11 @@ _CONVERSATIONS: Mapping[str, tuple[Sequence[Any], Sequence[Any]]] = {
 }
 """Messages before and after one of this role."""
 
-Render = Callable[[list[dict[str, Any]]], str | None]
-"""Renders a conversation; None if the template can't."""
+_PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": _PARAMETERS}}
+
+Render = Callable[..., str | None]
+"""Renders a conversation, with tools if there are some; None if the template can't."""
 
 
 class ContentFormat:
@@ -34,6 +38,11 @@ class ContentFormat:
             has_text = as_text is not None and _WORD.lower() in as_text.lower()
             self._takes_parts[role] = as_parts == as_text if has_text else _is_word_of(as_parts)
             self._needs_parts[role] = not has_text and self._takes_parts[role]
+        hello = {"role": "user", "content": self.of_text("user", "Hello.")}
+        forms = ((has_content, as_text) for has_content in (False, True) for as_text in (False, True))
+        fitting = (form for form in forms if _WORD in (_with_call(render, hello, *form) or ""))
+        self.takes_no_content, self.takes_argument_texts = next(fitting, (False, False))
+        """In a turn with calls alone: whether the template takes null as content, and arguments as JSON."""
 
     def of_text(self, role: str, text: str) -> Any:
         """What the template takes for a text."""
@@ -52,6 +61,14 @@ def _rendered(render: Render, role: str, content: Any) -> str | None:
     as_content = (lambda text: text) if isinstance(content, str) else (lambda text: parts_of([text]))
     others = [[{**other, "content": as_content(other["content"])} for other in side] for side in (before, after)]
     return render([*others[0], {"role": role, "content": content}, *others[1]])
+
+
+def _with_call(render: Render, hello: Mapping[str, Any], has_content: bool, as_text: bool) -> str | None:
+    arguments = {"word": _WORD}
+    function = {"name": "look_up", "arguments": json.dumps(arguments) if as_text else arguments}
+    calls = [{"id": "abcdefghi", "type": "function", "function": function}]
+    turn = {"role": "assistant", **({"content": None} if has_content else {}), "tool_calls": calls}
+    return render([hello, turn], [_TOOL])
 
 
 def _is_word_of(rendered: str | None) -> bool:

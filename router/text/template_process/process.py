@@ -6,10 +6,11 @@ It has little memory, and opens no file and no socket.
     first request          {"template", "variables", "max_characters": characters,
                             "tokens": control tokens, "other_tokens": added tokens that are none}
                            reply: {}, or {"failed"}: what the template needs and does not have, with its line
-    request                {"lengths": bytes of the text's parts, "add_generation_prompt",
+    request                {"messages", "tools": their texts are positions among the text's parts,
+                            "lengths": bytes of the text's parts, "add_generation_prompt",
                             "time": seconds of the Unix clock that templates take for now; null: this process's clock}
-                           text: role and content of each message, concatenated
-    reply                  {"written"} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
+    reply                  {"written"} and the text; or {"refused"}: by the template itself; or {"failed"}: the error;
+                           or {"field", "limit", "value"}: of the request
                            written: position and index of each control token that the template wrote, in pairs
 
 Texts are not part of the JSON: encoding megabytes would stop the router's event loop.
@@ -36,8 +37,9 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from decant.router.text.template_process.checks import find_missing
 from decant.router.text.template_process.content_format import ContentFormat
+from decant.router.text.template_process.conversation import ConversationReader, Invalid
 from decant.router.text.template_process.environment import ChatEnvironment, Refused, local_time
-from decant.router.text.template_process.marked_text import CONTENT, TEMPLATE, MarkedText, joined
+from decant.router.text.template_process.marked_text import TEMPLATE, MarkedText, joined
 from decant.router.text.template_process.written_tokens import TokenSearch, written_tokens
 
 PROBE_SECONDS = 1.0
@@ -53,7 +55,6 @@ _WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
 {{ [2, 1] | sort | map('string') | join }}"""
 """Has Python load what most templates use before the process is confined."""
 _VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
 
 
 class TooLong(Exception):
@@ -107,10 +108,10 @@ class Renderer:
     def _format(self) -> ContentFormat:
         return ContentFormat(self._probe)
 
-    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+    def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
         try:
             with _cpu_limit(PROBE_SECONDS):
-                return self._written(messages, add_generation_prompt=True, time=0.0)
+                return self._written(messages, tools, add_generation_prompt=True, time=0.0)
         except Exception:  # noqa: BLE001 - a template may do anything
             return None
 
@@ -119,6 +120,8 @@ class Renderer:
             text, written = self._render(request, texts)
         except Refused as error:
             return {"refused": str(error)}, b""
+        except Invalid as error:
+            return error.reply, b""
         except TooLong as error:
             return {"failed": str(error)}, b""
         except TemplateError as error:
@@ -128,16 +131,24 @@ class Renderer:
         return {"written": written}, text.encode()
 
     def _render(self, request: Mapping[str, Any], texts: bytes) -> tuple[str, list[int]]:
-        contents: list[str] = []
-        messages = list(self._messages(request["lengths"], texts, contents))
-        text = self._written(messages, add_generation_prompt=request["add_generation_prompt"], time=request["time"])
+        ends = accumulate(request["lengths"], initial=0)
+        contents = [texts[begin:end].decode() for begin, end in pairwise(ends)]
+        reader = ConversationReader(contents, self._source, self._format)
+        text = self._written(
+            reader.messages(request["messages"]),
+            reader.tools(request["tools"]),
+            add_generation_prompt=request["add_generation_prompt"],
+            time=request["time"],
+        )
         return text, written_tokens(self._search, text, contents)
 
-    def _written(self, messages: list[Any], *, add_generation_prompt: bool, time: float | None) -> MarkedText:
+    def _written(
+        self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool, time: float | None
+    ) -> MarkedText:
         variables = {
             **self._variables,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": local_time(time).strftime,
@@ -149,20 +160,6 @@ class Renderer:
                 raise TooLong(f"more than {self._max_characters} characters")
             parts.append(part)
         return joined(parts)
-
-    def _messages(self, lengths: list[int], texts: bytes, contents: list[str]) -> Iterator[dict[str, Any]]:
-        ends = list(accumulate(lengths, initial=0))
-        parts = [texts[begin:end].decode() for begin, end in pairwise(ends)]
-        contents += parts
-        for role, content in zip(parts[::2], parts[1::2], strict=True):
-            yield {"role": self._role(role), "content": self._format.of_text(role, MarkedText(content, CONTENT))}
-
-    def _role(self, role: str) -> MarkedText:
-        """A role is the template's own word if it is a common one, or a literal of the template: some templates make
-        tokens of it.
-        """
-        is_named = role in _ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
-        return MarkedText(role, TEMPLATE if is_named else CONTENT)
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
@@ -186,7 +183,8 @@ def confine() -> None:
         setup = {"template": template, "variables": {}, "max_characters": 10_000, "tokens": ["<x>"], "other_tokens": []}
         renderer = Renderer(setup)
         renderer.check()
-        renderer.reply_to({"lengths": [4, 0], "add_generation_prompt": True, "time": None}, b"user")
+        conversation = {"messages": [{"role": 0, "content": 1}], "tools": [], "lengths": [4, 0]}
+        renderer.reply_to({**conversation, "add_generation_prompt": True, "time": None}, b"user")
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
