@@ -265,7 +265,8 @@ class Engine:
         self.step_queue.call_when_unused(sequence, partial(self.scheduler.release, sequence))
         self.transfers.on_sequence_end(sequence)
         sequence.timeline.finished = self._clock()
-        self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail))
+        fault = None if sequence.state is None or sequence.state.guide is None else sequence.state.guide.error
+        self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail, fault))
 
     def _on_blocks_filled(self, sequence: EngineSequence, first: int, stop: int, output: StepOutput) -> None:
         prompt_blocks = len(sequence.request.token_ids) // self.pool.block_size

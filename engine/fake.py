@@ -20,7 +20,7 @@ from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import BLOCK_SIZE, FULL, Window
-from decant.engine.logits_processors import Add, Edit, Forbid, Penalise
+from decant.engine.logits_processors import Add, Allow, Edit, Forbid, Penalise
 from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
@@ -173,9 +173,9 @@ def draw(likely: list[int], row: Row, eos: frozenset[int]) -> int:
     weights = dict(zip(likely, WEIGHTS, strict=True))
     for edit in row.edits(eos):
         _apply(edit, weights)
-    if not weights:
-        return 0  # every token is forbidden
     ordered = sorted(weights.items(), key=itemgetter(1), reverse=True)
+    if ordered[0][1] == -math.inf:
+        return 0  # every token is forbidden
     if sampling.is_greedy:
         return ordered[0][0]
     kept = _keep([(token, weight / sampling.temperature) for token, weight in ordered], row)
@@ -193,10 +193,14 @@ def _apply(edit: Edit, weights: dict[int, float]) -> None:
             for token, value in zip(edit.tokens, edit.values, strict=True):
                 weights[token] = weights.get(token, _OTHER_WEIGHT) + value
         case Forbid():
-            for token in edit.tokens:
-                weights.pop(token, None)
+            weights.update(dict.fromkeys(edit.tokens, -math.inf))
         case Penalise():
             _penalise(edit, weights)
+        case Allow():
+            known = 8 * len(edit.mask)
+            for token in (*weights, *range(known)):
+                is_allowed = token < known and edit.mask[token >> 3] >> (token & 7) & 1
+                weights[token] = weights.get(token, _OTHER_WEIGHT) if is_allowed else -math.inf
         case _:
             assert_never(edit)
 

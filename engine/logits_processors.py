@@ -40,7 +40,17 @@ class Penalise(NamedTuple):
     frequency: float
 
 
-Edit = Add | Forbid | Penalise
+class Allow(NamedTuple):
+    """Set the logits of all other tokens to minus infinity.
+
+    Token t is allowed if bit t % 8 of byte t // 8 is set; those beyond the last byte are not. The number of bytes is a
+    multiple of 4: words of 32 tokens.
+    """
+
+    mask: bytes
+
+
+Edit = Add | Forbid | Penalise | Allow
 """Change of the logits of one row. A sampler reads it before the next draw of the sequence, and never changes it."""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from decant.engine.errors import InvalidRequest
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason
 from decant.engine.sequence import BlockAddress, Timeline
@@ -27,13 +28,16 @@ class PromptLogprobs(NamedTuple):
 
 
 class SequenceFinished(NamedTuple):
-    """Last event of a sequence. ``stop_token`` is set with STOP, ``detail`` with FAILED."""
+    """Last event of a sequence. ``stop_token`` is set with STOP, ``detail`` with FAILED, ``fault`` if that is the
+    request's.
+    """
 
     id: str
     reason: FinishReason
     timeline: Timeline
     stop_token: int | None = None
     detail: str = ""
+    fault: InvalidRequest | None = None
 
 
 class SequenceStarted(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -87,7 +87,7 @@ class StepResult:
 
     sampled          None where no token was to be drawn
     prompt_logprobs  of the prompt tokens at positions start + 1 .. end
-    failed           why a row has no valid logits
+    failed           why a row has no valid draw
     further          tokens after ``sampled[i]`` (speculative decoding): at most ``Device.lookahead``, and only as many
                      as the row's blocks have slots for; KV of all new tokens but the last is in the blocks
     """
@@ -97,6 +97,12 @@ class StepResult:
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
     further: Mapping[int, Sequence[FurtherToken]] = field(default_factory=dict)
+
+    def without_tokens(self, failed: Mapping[int, str]) -> StepResult:
+        """The result with more rows that failed."""
+        sampled = [None if index in failed else token for index, token in enumerate(self.sampled)]
+        further = {index: tokens for index, tokens in self.further.items() if index not in failed}
+        return replace(self, sampled=sampled, failed={**failed, **self.failed}, further=further)
 
     def select(self, rows: Sequence[int]) -> StepResult:
         parts = (self.logprobs, self.prompt_logprobs, self.failed, self.further)

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from decant.engine.errors import InvalidRequest
+from decant.engine.guides.compiler import Grammar
+from decant.engine.guides.mask import GuideMask
 from decant.engine.logits_processors import Bias, LogitsProcessor, MinLength, Penalties
 
 MAX_LOGPROBS = 20
@@ -55,9 +57,9 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """Sampling of each token; ``temperature`` below 1e-5 is greedy, ``top_k`` 0 and ``top_p`` 1 are off.
 
-    Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The repetition penalty is
-    CTRL's (of prompt and output; divides positive logits), presence and frequency penalty are the OpenAI API's (of the
-    output; subtracted).
+    Order: logit bias, minimum length, penalties, grammar, temperature, top-k, top-p, min-p, one draw. The repetition
+    penalty is CTRL's (of prompt and output; divides positive logits), presence and frequency penalty are the OpenAI
+    API's (of the output; subtracted).
     """
 
     temperature: float = 0.0
@@ -124,6 +126,7 @@ class Request:
     prompt_tokens     how many of them are prompt; None: all
     logprobs, prompt_logprobs  alternatives per token; 0: the token's own alone; None: no log-probabilities
     salt              prefix caches of different salts are separate
+    grammar           what the output's text must match; None: nothing
     park_after        output tokens after which the sequence keeps its blocks unscheduled, for a handoff; None: never
     """
 
@@ -137,6 +140,7 @@ class Request:
     use_prefix_cache: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
     park_after: int | None = None
     prompt_len: int = field(init=False, repr=False, compare=False)
     is_plain_greedy: bool = field(init=False, repr=False, compare=False)
@@ -163,6 +167,8 @@ class Request:
             processors.append(MinLength(self.prompt_len + stop.min_tokens, stop.ids))
         if sampling.penalties != (1.0, 0.0, 0.0):
             processors.append(Penalties(self.prompt_len, *sampling.penalties))
+        if self.grammar is not None:
+            processors.append(GuideMask(self.prompt_len, self.grammar))
         return tuple(processors)
 
     def next_check_length(self, length: int, context_length: int) -> int:
@@ -186,6 +192,15 @@ class Request:
                 _check_int(name, value, 0, MAX_LOGPROBS)
         if self.park_after is not None:
             _check_int("park_after", self.park_after, 1, 2**31 - 1)
+        if self.grammar is not None:
+            check_stop_with_grammar(self.stop)
+
+
+def check_stop_with_grammar(stop: StopParams) -> None:
+    if stop.min_tokens:
+        raise InvalidRequest("min_tokens", "0 with a guide, which says where the output may end", stop.min_tokens)
+    if stop.ignore_eos:
+        raise InvalidRequest("ignore_eos", "false with a guide, after which the output ends", stop.ignore_eos)
 
 
 def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
@@ -212,6 +227,8 @@ def check_request(request: Request, vocabulary: int, eos: Set[int], context_leng
     check_tokens("stop_token_ids", request.stop.stop_token_ids, vocabulary)
     check_tokens("logit_bias", tuple(request.sampling.logit_bias), vocabulary)
     check_tokens_remain(request.stop, eos, vocabulary)
+    if request.grammar is not None:
+        request.grammar.prepare()
     generated = len(request.token_ids) - request.prompt_len
     if request.stop.max_tokens is not None and generated >= request.stop.max_tokens:
         raise InvalidRequest("max_tokens", f"above {generated}, the tokens already generated", request.stop.max_tokens)

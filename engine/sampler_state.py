@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from decant.engine.guides.mask import GuideMask
 from decant.engine.logits_processors import Edit
 from decant.engine.request import Request
 
 
 class SamplerState:
-    """``reads_tokens``: whether the next draw depends on earlier draws."""
+    """``reads_tokens``: whether the next draw depends on earlier draws. ``guide``: of a request with a grammar."""
 
-    __slots__ = ("processors", "reads_tokens")
+    __slots__ = ("guide", "processors", "reads_tokens")
 
     def __init__(self, request: Request) -> None:
         self.processors = request.logits_processors()
+        self.guide = next((each for each in self.processors if isinstance(each, GuideMask)), None)
         self.reads_tokens = any(processor.reads_tokens for processor in self.processors)
 
     def edits(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> list[Edit]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from decant.engine.guides.mask import GuideMask, begin_masks
 from decant.engine.plan import Device, StepPlan, StepResult
 from decant.engine.scheduler import Scheduler
 from decant.engine.sequence import InFlight, Sequence
@@ -21,12 +22,16 @@ from decant.engine.sequence import InFlight, Sequence
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """Submitted step. Call ``wait`` once; ``on_done`` is called once the device no longer uses the step's blocks."""
+    """Submitted step. Call ``wait`` once; ``on_done`` is called once the device no longer uses the step's blocks.
+
+    ``guides`` are those of its rows that draw, by row index.
+    """
 
     plan: StepPlan
     sequences: list[Sequence]
     started: float
     wait: Callable[[], StepResult]
+    guides: dict[int, GuideMask]
     on_done: list[Callable[[], object]] = field(default_factory=list)
 
     def drop_ended(self, result: StepResult) -> tuple[StepPlan, list[Sequence], StepResult]:
@@ -61,7 +66,8 @@ class StepQueue:
     def _launch(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         if not plan.rows:
             return
-        self._steps.append(LaunchedStep(plan, sequences, self._clock(), self._device.submit(plan)))
+        started, guides = self._clock(), _guides_of(plan)
+        self._steps.append(LaunchedStep(plan, sequences, started, self._device.submit(plan), guides))
         if self._overlaps:
             self._clear_in_flight(self._steps[:-1])
             for index, (sequence, row) in enumerate(zip(sequences, plan.rows, strict=True)):
@@ -74,7 +80,8 @@ class StepQueue:
             self._clear_in_flight([step])
         for action in step.on_done:
             action()
-        return result
+        failed = {index: str(guide.error) for index, guide in step.guides.items() if guide.error is not None}
+        return result.without_tokens(failed) if failed else result
 
     @staticmethod
     def _clear_in_flight(steps: list[LaunchedStep]) -> None:
@@ -102,3 +109,15 @@ class StepQueue:
             for sequence in step.sequences
             if sequence.timeline.finished is not None and sequence.block_table
         }
+
+
+def _guides_of(plan: StepPlan) -> dict[int, GuideMask]:
+    """Guides of the rows that draw. Their masks are computed from now on, while the device computes the step."""
+    guides, works = {}, []
+    for index, row in enumerate(plan.rows):
+        if row.state is not None and row.state.guide is not None and row.sample:
+            guides[index] = row.state.guide
+            works.append((row.state.guide, row.tokens, row.end))
+    if works:
+        begin_masks(works)
+    return guides

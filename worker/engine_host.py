@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped
+from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.kv_layout import FULL
 from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
@@ -72,10 +73,16 @@ class EngineHost:
     """
 
     def __init__(
-        self, engine: Engine, identity: Identity, transport: Transport, limits: WorkerLimits | None = None
+        self,
+        engine: Engine,
+        identity: Identity,
+        transport: Transport,
+        limits: WorkerLimits | None = None,
+        guides: GrammarCompiler | None = None,
     ) -> None:
         limits = limits or WorkerLimits()
         device = engine.device
+        self.guides = guides
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
         self.layout_hash, self.equal_bits = short_layout_hash(device.layout_hash), device.equal_bits
@@ -119,6 +126,11 @@ class EngineHost:
             await self._sampling.close()
         finally:
             await self.loop.stop()
+
+    async def prepare(self, request: Request) -> None:
+        """Compile what a request needs before the engine gets it, in a thread. Raises InvalidRequest."""
+        if request.grammar is not None:
+            await asyncio.wrap_future(request.grammar.compiler.prepare(request.grammar))
 
     def blocks_for(self, tokens: int) -> int:
         count = -(-tokens // self.block_size)

@@ -18,6 +18,7 @@ from functools import partial
 
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
+from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams
@@ -50,7 +51,7 @@ from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup.deferred_service import DeferredService
 from decant.worker.startup.handoff_transport import make_transport
-from decant.worker.startup.load_model import in_own_thread, limits_of, load_model
+from decant.worker.startup.load_model import in_own_thread, limits_of, load_guides, load_model
 from decant.worker.startup.registration import Registrar
 
 CRASH_REPLY_S = 0.25
@@ -166,13 +167,15 @@ class Worker:
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
         device = await in_own_thread(lambda settings: self._load_device(settings, files), settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
-        host = await self._make_host(engine, files, server)
+        host = await self._make_host(engine, files, server, await in_own_thread(partial(load_guides, files), device))
         await _warm_up_engine(host)
         prefill, decode = self._open(host)
         server.shutdown.ends_process = False
         self._parts = _Parts(host, prefill, decode, await self._register(host, files))
 
-    async def _make_host(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
+    async def _make_host(
+        self, engine: Engine, files: ModelFiles, server: Server, guides: GrammarCompiler
+    ) -> EngineHost:
         settings = self._settings
         name = enum_label(wire.Role, self._role)
         peer = new_peer(settings.id or default_id(name))
@@ -183,7 +186,8 @@ class Worker:
             model=files.id,
             address=settings.advertise or server.address,
         )
-        host = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
+        limits = WorkerLimits(settings.lease_ms, settings.max_waiting)
+        host = EngineHost(engine, identity, transport, limits, guides)
         return await self._stack.enter_async_context(host)
 
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:

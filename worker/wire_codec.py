@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from decant.engine.errors import InvalidRequest
+from decant.engine.guides.compiler import Grammar, GrammarCompiler
+from decant.engine.guides.guide import Guide
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
@@ -18,6 +21,7 @@ _FIELDS = {
     "max_tokens": "stopping.max_tokens",
     "min_tokens": "stopping.min_tokens",
     "n": "sampling.n",
+    "ignore_eos": "stopping.ignore_eos",
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias")
 _ENDS = {
@@ -49,13 +53,21 @@ def other_request() -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is running here")
 
 
-def to_requests(name: str, message: wire.EngineRequest, *, model: str, park_after: bool = False) -> list[Request]:
+def to_requests(
+    name: str,
+    message: wire.EngineRequest,
+    *,
+    model: str,
+    park_after: bool = False,
+    guides: GrammarCompiler | None = None,
+) -> list[Request]:
     """Convert a request to one for each output, named ``name`` and an index, in the order of the message.
 
     The first returns the prompt's log-probabilities, if they are wanted. ``park_after`` parks each sequence after its
-    next token. Raises RequestRejected.
+    next token. Without ``guides``, of this worker's tokenizer, a guide is refused; its grammar may not be compiled yet.
+    Raises RequestRejected.
     """
-    _check_supported(message, model)
+    _check_supported(message, model, () if guides else ("guide",))
     prompt = _unpacked("prompt", message.prompt)
     try:
         whole = Request(
@@ -68,6 +80,7 @@ def to_requests(name: str, message: wire.EngineRequest, *, model: str, park_afte
             use_prefix_cache=not message.bypass_prefix_cache,
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            grammar=_grammar(message.guide, guides),
         )
         return [_output_request(whole, prefix, place, park_after) for place, prefix in enumerate(message.outputs)]
     except InvalidRequest as error:
@@ -87,7 +100,14 @@ def _output_request(whole: Request, prefix: wire.OutputPrefix, place: int, park_
     )
 
 
-def _check_supported(message: wire.EngineRequest, model: str) -> None:
+def _grammar(message: wire.Guide, guides: GrammarCompiler | None) -> Grammar | None:
+    kind = message.WhichOneof("kind")
+    if kind is None or guides is None:
+        return None
+    return guides.grammar(Guide.of(kind, getattr(message, kind)))
+
+
+def _check_supported(message: wire.EngineRequest, model: str, unsupported: Collection[str]) -> None:
     if message.model != model:
         raise RequestRejected.because(
             "model", f"{model}, which this worker serves", message.model, wire.CAUSE_UNKNOWN_MODEL
@@ -95,7 +115,7 @@ def _check_supported(message: wire.EngineRequest, model: str) -> None:
     indexes = [prefix.output for prefix in message.outputs]
     if not indexes or len(set(indexes)) < len(indexes):
         raise RequestRejected.because("outputs", "at least one, each once", indexes)
-    for field in ("adapter", "guide"):
+    for field in ("adapter", *unsupported):
         if getattr(message, field) != getattr(wire.EngineRequest(), field):
             raise RequestRejected.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)
 

@@ -46,10 +46,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End of an output; `stop` is the stop string, or the id of the stop token or EOS."""
+    """End of an output; `stop` is the stop string, or the id of the stop token or EOS.
+
+    `guide_completed`: the output matches its guide; False also without a guide.
+    """
 
     reason: FinishReason
     stop: str | int | None = None
+    guide_completed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +238,7 @@ def _output(message: pb.Output) -> Output:
 def finished_as(message: pb.Finished) -> Finished:
     reason = _named(FinishReason, pb.FinishReason.Name(message.finish_reason), "FINISH_REASON_")
     match = message.WhichOneof("stop_match")
-    return Finished(reason, None if match is None else getattr(message, match))
+    return Finished(reason, None if match is None else getattr(message, match), message.guide_completed)
 
 
 def _state(number: pb.Generation.State) -> GenerationState:

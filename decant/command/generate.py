@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
@@ -71,7 +72,7 @@ def run_command(params: dict[str, Any]) -> None:
     with one_line_errors():
         text = _read_prompt(params["prompt"])
         prompt: Prompt = [{"role": "user", "content": text}] if params["chat"] else text
-        values = {name: params.get(name) for name in Options.__annotations__}
+        values = {name: _value(params.get(name)) for name in Options.__annotations__}
         options = cast(Options, {name: value for name, value in values.items() if value not in UNSET})
         tls, as_json = tls_from(params), params["as_json"]
         args = GenerateArgs(params["address"] or "", tls, params["timeout"], as_json, wait=params["wait"] or 0.0)
@@ -81,6 +82,18 @@ def run_command(params: dict[str, Any]) -> None:
             line = run(args, prompt, options)
         if not as_json:
             print(line, file=sys.stderr)
+
+
+def _value(given: Any) -> Any:
+    """Value of an option: the text of a file."""
+    if not isinstance(given, Path):
+        return given
+    try:
+        return given.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandFailed(f"{given}: {error.strerror}", status=2) from None
+    except UnicodeDecodeError:
+        raise CommandFailed(f"{given}: a text in UTF-8", status=2) from None
 
 
 def _read_prompt(argument: str | None) -> str:

@@ -49,6 +49,11 @@ IgnoreEos = Annotated[bool | None, Option(help="Continue past the model's end of
 ParseSpecialTokens = Annotated[
     bool | None, Option(help="Texts of special tokens are those tokens; unset: in a text, not in what --chat sends.")
 ]
+JsonSchema = Annotated[Path | None, Option(help="File with a JSON schema that the output follows.")]
+Regex = Annotated[str | None, Option(help="Regular expression that the whole output matches.")]
+Grammar = Annotated[Path | None, Option("--grammar", help="File with a grammar that the output follows.")]
+Choice = Annotated[list[str] | None, Option(help="Text that the output may be; may be repeated.")]
+JsonObject = Annotated[bool | None, Option("--json-object", help="The output is a JSON object.")]
 Logprobs = Annotated[int | None, Option(help="Logprobs with this many alternatives per token, in --json.")]
 TokenIds = Annotated[bool | None, Option(help="Token ids, in --json.")]
 Priority = Annotated[int | None, Option(help="Priority, -1000 to 1000; larger is more urgent.")]

@@ -40,6 +40,21 @@ def top_token(logits, tokens, finite, vocabulary, row_stride, TILE: tl.constexpr
 
 
 @triton.jit
+def allow(scores, rows, masks, vocabulary, words, TILE: tl.constexpr):
+    """Set the scores of tokens whose bit is not set to minus infinity. Grid: (n, tiles of the vocabulary).
+
+    scores [.., vocabulary] float32, changed; rows [n] int64, those of the masks; masks [n, words] int32: the bits of 32
+    tokens each, the first token's lowest.
+    """
+    entry = tl.program_id(0)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    packed = tl.load(masks + entry.to(tl.int64) * words + (at >> 5), (at >> 5) < words, other=0)
+    is_forbidden = ((packed >> (at & 31)) & 1) == 0
+    places = scores + tl.load(rows + entry) * vocabulary + at
+    tl.store(places, tl.full([TILE], float("-inf"), tl.float32), (at < vocabulary) & is_forbidden)
+
+
+@triton.jit
 def order_key(numbers):
     """Map float32 to int32 in the same order."""
     bits = numbers.to(tl.int32, bitcast=True)

@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, assert_never
 
+import numpy as np
 import torch
 
 from decant.engine.counter_rng import counter_uniform
-from decant.engine.logits_processors import Add, Edit, Forbid, Penalise
+from decant.engine.logits_processors import Add, Allow, Edit, Forbid, Penalise
 from decant.engine.plan import Row, TokenLogprobs
 from decant.engine.request import SamplingParams
 
@@ -107,8 +108,17 @@ def apply(edit: Edit, scores: torch.Tensor) -> None:
             scores[list(edit.tokens)] = _OFF
         case Penalise():
             _penalise(edit, scores)
+        case Allow():
+            scores.masked_fill_(_is_forbidden(edit, scores), _OFF)
         case _:
             assert_never(edit)
+
+
+def _is_forbidden(edit: Allow, scores: torch.Tensor) -> torch.Tensor:
+    packed = np.invert(np.frombuffer(edit.mask, np.uint8))
+    missing = max(0, len(scores) - 8 * len(packed))
+    bits = np.unpackbits(packed, count=len(scores) - missing, bitorder="little")
+    return torch.from_numpy(np.pad(bits, (0, missing), constant_values=1)).to(scores.device, torch.bool)
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

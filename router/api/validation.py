@@ -18,6 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from decant.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PRIORITY
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.router.api.guides import guide_of
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -51,7 +52,7 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "Tool.strict": lambda request: any(tool.strict for tool in request.messages.tools),
     "ToolChoice.mode": lambda request: request.messages.tool_choice.mode == pb.ToolChoice.MODE_REQUIRED,
     "ToolChoice.name": lambda request: request.messages.tool_choice.HasField("name"),
-    "GenerateRequest.guided": lambda request: request.HasField("guided"),
+    "GuidedDecoding.structural_tag": lambda request: request.guided.HasField("structural_tag"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
 }
 
@@ -88,6 +89,7 @@ async def validate(
         echo = await _echo(request, prompt, model, end, deadline) if request.response.echo else ""
         options = replace(options, after=end, echo=echo)
     stopping = _stopping(request.stopping, model, context_length - len(prompt))
+    guide = await guide_of(request, model, deadline)
     id = request.request_id or str(uuid.uuid4())
     engine_request = wire.EngineRequest(
         model=model.id,
@@ -100,6 +102,7 @@ async def validate(
         priority=request.priority,
         salt=salt_of(tenant, request.cache.cache_salt),
         bypass_prefix_cache=request.cache.bypass_prefix_cache,
+        guide=guide,
     )
     return ValidRequest(
         key=RequestKey(tenant, id),

@@ -106,7 +106,7 @@ class Leg(ABC):
             return
         output = stream.outputs[end.output]
         try:
-            finish = finish_from_worker(end, stream.request.engine_request.stopping, output.tokens)
+            finish = finish_from_worker(end, stream.request, output.tokens)
         except DeadlineExceeded as error:
             self._fail(error)
             return

@@ -15,19 +15,19 @@ def finish_from_tokens(request: ValidRequest, tokens: Sequence[int]) -> Finish |
     if not tokens:
         return None
     if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
-        return _stopped(stopping, tokens)
+        return _stopped(request, tokens)
     return _full(stopping) if len(tokens) >= stopping.max_tokens else None
 
 
-def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
+def finish_from_worker(end: wire.OutputEnd, request: ValidRequest, tokens: Sequence[int]) -> Finish | None:
     """Finish that a worker reports; None if the output was cancelled. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:
-            return _stopped(stopping, tokens)
+            return _stopped(request, tokens)
         case wire.OutputEnd.REASON_CONTEXT_LENGTH:
             return Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
         case wire.OutputEnd.REASON_LENGTH:
-            return _full(stopping)
+            return _full(request.engine_request.stopping)
         case wire.OutputEnd.REASON_DEADLINE:
             raise DeadlineExceeded
         case _:
@@ -38,10 +38,12 @@ def _full(stopping: wire.Stopping) -> Finish:
     return Finish(pb.FINISH_REASON_CONTEXT_LENGTH if stopping.capped_by_context_length else pb.FINISH_REASON_LENGTH)
 
 
-def _stopped(stopping: wire.Stopping, tokens: Sequence[int]) -> Finish:
+def _stopped(request: ValidRequest, tokens: Sequence[int]) -> Finish:
+    """Finish by the last token. A guide allows an end token only where its grammar is complete."""
     if not tokens:
         return Finish(pb.FINISH_REASON_STOP)
     last = tokens[-1]
-    if last in stopping.stop_token_ids:
-        return Finish(pb.FINISH_REASON_STOP, stop_token_id=last)
-    return Finish(pb.FINISH_REASON_STOP, eos_token_id=last)
+    is_complete = request.engine_request.HasField("guide") and last in request.eos_token_ids
+    if last in request.engine_request.stopping.stop_token_ids:
+        return Finish(pb.FINISH_REASON_STOP, stop_token_id=last, guide_completed=is_complete)
+    return Finish(pb.FINISH_REASON_STOP, eos_token_id=last, guide_completed=is_complete)

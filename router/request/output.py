@@ -29,6 +29,7 @@ class Finish:
     eos_token_id: int | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None
+    guide_completed: bool = False
 
     def finished(self, index: int = 0) -> pb.Finished:
         """Message for the output with this index."""
@@ -38,6 +39,7 @@ class Finish:
             eos_token_id=self.eos_token_id,
             stop_token_id=self.stop_token_id,
             stop_string=self.stop_string,
+            guide_completed=self.guide_completed,
         )
 
 

@@ -154,7 +154,8 @@ def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
 
 def _finish(finished: pb.Finished) -> Finish:
     match = finished.WhichOneof("stop_match")
-    return Finish(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
+    stop = {match: getattr(finished, match)} if match else {}
+    return Finish(finished.finish_reason, guide_completed=finished.guide_completed, **stop)
 
 
 LONGEST_DEADLINE = timedelta(days=3650)

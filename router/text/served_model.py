@@ -20,6 +20,7 @@ from decant.router.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.control_tokens import InseparableTokens, PlainTokenizer, WrittenTokens, added_texts
 from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
+from decant.router.text.guide_check import GuideCheck
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
 from decant.router.text.template_files import DEFAULT, FOR_TOOLS, read_templates
 from decant.router.text.text_work import TextWork
@@ -62,6 +63,8 @@ class ServedModel:
     contradictions: tuple[str, ...] = ()
     """Of the tokenizer's files, for the log."""
     texts: TextWork = field(default_factory=TextWork, repr=False)
+    guides: GuideCheck | None = field(default=None, repr=False)
+    """None: no output is guided."""
     token_table: TokenTable = field(init=False, repr=False)
     bound: TextBound | None = field(init=False, repr=False)
 
@@ -197,12 +200,13 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
     added = added_texts(tokenizer, (default or "") + (for_tools or ""))
     variables = dict(_named_tokens(config))
     sampling = _default_sampling(files)
+    vocab_size = files.vocab_size or tokenizer.get_vocab_size()
     try:
         return ServedModel(
             id=files.id,
             revision=files.revision,
             max_context_length=files.context_length,
-            vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
+            vocab_size=vocab_size,
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,
             chat=ChatTemplate(default, variables, added) if default else None,
@@ -214,6 +218,7 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             folder=files.folder,
             plain_tokenizer=PlainTokenizer(tokenizer, added.control),
             texts=texts or TextWork(),
+            guides=GuideCheck(files.folder / "tokenizer.json", vocab_size, files.eos_token_ids),
         )
     except (UnsupportedDecoder, InseparableTokens) as error:
         raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None

@@ -36,6 +36,13 @@ OUTPUTS = 1, 3
 """Of the requests in turn."""
 MOST = 100
 
+GUIDES = (
+    None,
+    wire.Guide(regex="([a-p][q-z0-9]|[A-P]){20}"),
+    wire.Guide(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 9}'),
+)
+"""Of the requests in turn."""
+
 SENDER, RECEIVER = "p", "d"
 
 
@@ -151,6 +158,7 @@ def _work(number: int, outputs: Sequence[int] = ()) -> wire.EngineRequest:
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
         stopping=wire.Stopping(max_tokens=WANTED),
         salt=b"tenant",
+        guide=GUIDES[number % len(GUIDES)],
     )
 
 

@@ -33,6 +33,8 @@ PRINTED = {
     "generate.py": r".+\n(length|stop) \d+ tokens in \d+ ms\n",
     "generate_stream.py": r".+\nFinished\(.+\) Usage\(.+\)\nagain with seed \d+ on small\n",
     "get_generation.py": r"\w+ with \d+ tokens\nsucceeded with 200 tokens, kept until .+\n\S+ queued\n.+ succeeded\n",
+    "guided.py": r"dict_keys\(\['language', 'version', 'tested'\]\) complete: True\n\d{1,2}\.\d{1,2} (yes|no)\n"
+    r"guided.json_schema: keywords that are supported, got uniqueItems at #\n",
     "logprobs.py": r"('.+' -\d+\.\d\d, rank 1, of .+\n){5}",
     "many_at_once.py": r"'import .+\n'def main.+\n'for key, .+\n",
     "models_served.py": r"small at \w+ with 4096 tokens\nprompt and output together: 2048\n.+ temperature \S+\n",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -87,18 +89,18 @@ def leaves(descriptor: Any) -> Iterator[str]:
 
 UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
     "SamplingParams.n": pb.GenerateRequest(sampling=pb.SamplingParams(n=2)),
-    "GenerateRequest.guided": pb.GenerateRequest(guided=pb.GuidedDecoding(regex="a+")),
     "Tool.strict": pb.GenerateRequest(messages=pb.Messages(tools=[pb.Tool(strict=True)])),
     "ToolChoice.mode": pb.GenerateRequest(
         messages=pb.Messages(tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED))
     ),
     "ToolChoice.name": pb.GenerateRequest(messages=pb.Messages(tool_choice=pb.ToolChoice(name="now"))),
+    "GuidedDecoding.structural_tag": pb.GenerateRequest(guided=pb.GuidedDecoding(structural_tag="{}")),
     "GenerateRequest.lora_name": pb.GenerateRequest(lora_name="pirate"),
 }
 
 
 def test_every_field_has_a_check_or_is_refused() -> None:
-    refused = {*leaves(pb.GuidedDecoding.DESCRIPTOR), *UNIMPLEMENTED_FIELDS}
+    refused = set(UNIMPLEMENTED_FIELDS)
     every = set(leaves(pb.GenerateRequest.DESCRIPTOR))
     assert every - refused == CHECKS.keys() | {"GenerateRequest.user", "GenerateRequest.priority"}
     assert set(UNIMPLEMENTED_FIELDS) <= UNIMPLEMENTED.keys()
@@ -400,6 +402,47 @@ async def _ended(stub: Stub, id: str) -> int:
             if generation.state >= pb.Generation.STATE_SUCCEEDED:
                 return int(generation.state)
             await asyncio.sleep(0.05)
+
+
+@field("GuidedDecoding.json_schema")
+async def _json_schema(stub: Stub) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    answer = await guided(stub, json_schema=json.dumps(schema))
+    assert json.loads(answer.text) == {"a": 7}
+    with pytest.raises(grpc.aio.AioRpcError, match="uniqueItems at #/items"):
+        await guided(stub, json_schema='{"items": {"uniqueItems": true}}')
+
+
+@field("GuidedDecoding.json_object")
+async def _json_object(stub: Stub) -> None:
+    call = stub.Generate(request(guided=pb.GuidedDecoding(json_object=True)), timeout=PATIENCE_S)
+    assert (await call).outputs[0].text.startswith("{")
+
+
+@field("GuidedDecoding.regex")
+async def _regex(stub: Stub) -> None:
+    assert re.fullmatch("[ab]{3}(x|yz)", (await guided(stub, regex="[ab]{3}(x|yz)")).text)
+
+
+@field("GuidedDecoding.ebnf_grammar")
+async def _ebnf_grammar(stub: Stub) -> None:
+    grammar = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,2}/\n'
+    assert re.fullmatch(r"\(*\d{1,2}\)*", (await guided(stub, ebnf_grammar=grammar)).text)
+
+
+@field("Choices.choices")
+async def _choices(stub: Stub) -> None:
+    assert (await guided(stub, choice=pb.Choices(choices=["maybe", "never"]))).text in ("maybe", "never")
+
+
+async def guided(stub: Stub, **guide: Any) -> Any:
+    """Output that matches a guide."""
+    made = request(guided=pb.GuidedDecoding(**guide), stopping=pb.StoppingParams(max_tokens=200))
+    (output,) = (await stub.Generate(made, timeout=PATIENCE_S)).outputs
+    assert output.finished.finish_reason == pb.FINISH_REASON_STOP
+    assert output.finished.HasField("eos_token_id")
+    assert output.finished.guide_completed
+    return output
 
 
 @field("StreamOptions.min_chunk_tokens")

@@ -83,8 +83,8 @@ async def test_refusals_name_field_limit_and_value(stub: InferenceServiceStub) -
 
 async def test_unimplemented_features_are_listed_and_refused_by_name(stub: InferenceServiceStub) -> None:
     info = await stub.GetServerInfo(pb.GetServerInfoRequest())
-    assert "GenerateRequest.guided" in info.unimplemented_fields
-    request = pb.GenerateRequest(prompt="x", guided=pb.GuidedDecoding(regex="a+"))
+    assert "GuidedDecoding.structural_tag" in info.unimplemented_fields
+    request = pb.GenerateRequest(prompt="x", guided=pb.GuidedDecoding(structural_tag="{}"))
     error = await refusal(stub, request)
     assert isinstance(error, Unimplemented)
-    assert error.field == "GenerateRequest.guided"
+    assert error.field == "GuidedDecoding.structural_tag"

@@ -35,6 +35,7 @@ from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
+from tests.engine.guides import tiny_tokenizer
 from tests.router.fake_script import TOKENIZER
 from tests.worker.decode_harness import run_request_alone
 from tests.worker.requests import to_request
@@ -92,7 +93,7 @@ class WorkerHarness:
         self.channel = open_channel(self.address, PeerTls())
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
         identity = replace(identity, address=identity.address or self.address)
-        self.host = EngineHost(engine, identity, self.transport, limits)
+        self.host = EngineHost(engine, identity, self.transport, limits, tiny_tokenizer.compiler())
         self.prefill = PrefillService(self.host)
         self.decode = DecodeService(self.host, session_limits)
         self.auditor = AuditService(self.host, self.prefill, self.decode)
@@ -285,5 +286,5 @@ def make_work(
 
 
 def run_alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
-    request = replace(to_request("alone", work, model=MODEL), park_after=None)
+    request = replace(to_request("alone", work, model=MODEL, guides=tiny_tokenizer.compiler()), park_after=None)
     return run_request_alone(request, () if eos is None else (eos,))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.request import Request
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
@@ -7,9 +8,16 @@ from decant.runtime.packed import unpack
 from decant.worker.wire_codec import to_requests
 
 
-def to_request(name: str, message: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
+def to_request(
+    name: str,
+    message: wire.EngineRequest,
+    *,
+    model: str,
+    park_after: bool = False,
+    guides: GrammarCompiler | None = None,
+) -> Request:
     """Convert a request for one output."""
-    (request,) = to_requests(name, message, model=model, park_after=park_after)
+    (request,) = to_requests(name, message, model=model, park_after=park_after, guides=guides)
     return request
 
 

@@ -11,6 +11,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack, unpack
 from decant.runtime.priority import SECONDS_PER_PRIORITY
 from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, queue_key, to_requests
+from tests.engine.guides.tiny_tokenizer import compiler
 from tests.worker.requests import to_request
 
 
@@ -102,6 +103,26 @@ def test_a_value_out_of_range_is_invalid_and_named(changed: dict[str, object], f
 def test_an_unsupported_field_is_named(changed: dict[str, object], field: str) -> None:
     failure = refused(**changed)
     assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, field)
+
+
+def test_a_guide_becomes_the_grammar_of_the_workers_tokenizer() -> None:
+    work = whole_work()
+    work.stopping.CopyFrom(wire.Stopping(max_tokens=9))
+    for guide in (wire.Guide(regex="[a-c]{3}"), wire.Guide(choice=wire.Guide.Choices(choices=["a", "b"]))):
+        work.guide.CopyFrom(guide)
+        grammar = to_request("r", work, model="m", guides=compiler()).grammar
+        assert grammar is not None
+        assert grammar is to_request("q", work, model="m", guides=compiler()).grammar, "it is compiled once"
+        grammar.prepare()
+
+
+def test_a_guide_that_contradicts_the_stopping_is_refused_by_the_field_of_the_wire() -> None:
+    work = whole_work()
+    work.guide.regex = "a"
+    with pytest.raises(RequestRejected) as caught:
+        to_request("r", work, model="m", guides=compiler())
+    assert caught.value.failure.violation.field == "stopping.min_tokens"
+    assert caught.value.failure.cause == wire.CAUSE_INVALID
 
 
 @pytest.mark.parametrize("indexes", [(), (1, 1), (0, 2, 0)])

@@ -30,7 +30,11 @@ from decant.worker.wire_codec import RequestRejected, logprobs_from_wire, micros
 
 
 class EngineFailed(Exception):
-    """The engine could not compute a sequence."""
+    """The engine could not compute a sequence, by its own fault or the request's."""
+
+    def __init__(self, failure: wire.Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
 
 
 class RunExecutor:
@@ -79,11 +83,12 @@ class RunExecutor:
         except (HandoffFailed, SequenceAlreadyFinished) as error:
             assert run.ticket is not None
             self.fail(run, _failure_from(error, run.ticket.sender))
+        except EngineFailed as error:
+            await self._release(run)  # its other outputs
+            self.fail(run, error.failure)
         except Exception:
             await self._release(run)
             raise
-        except EngineFailed as error:
-            self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(error)))
         else:
             self._finish(run)
 
@@ -93,6 +98,7 @@ class RunExecutor:
             raise asyncio.CancelledError
         self._interruptible.add(run)
         try:
+            await self._host.prepare(run.root.request)
             arrival = await self.admission.enter(run)
             if arrival is not None:
                 await self._fetch(run, arrival)
@@ -107,8 +113,10 @@ class RunExecutor:
         finished = [output for output in run.unfinished if output.finished.done()]
         for output in finished:
             event = output.finished.result()
+            if event.fault is not None:
+                raise EngineFailed(RequestRejected.of(event.fault).failure)
             if event.reason is FinishReason.FAILED:
-                raise EngineFailed(event.detail)
+                raise EngineFailed(wire.Failure(cause=wire.CAUSE_ENGINE, detail=event.detail))
         if len(finished) < len(run.unfinished):
             for output in finished:
                 self._end(output)

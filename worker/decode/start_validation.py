@@ -29,7 +29,7 @@ class StartValidator:
         number, now = next(self._numbers), asyncio.get_running_loop().time()
         ref, engine_request = start.run, start.engine_request
         name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never reused: a late event belongs to no other run
-        requests = to_requests(name, engine_request, model=self._host.model)
+        requests = to_requests(name, engine_request, model=self._host.model, guides=self._host.guides)
         if start.HasField("ticket"):
             requests = _owner_first(requests, start.ticket)
         tokens = max(max(len(each.token_ids), each.prompt_len + (each.stop.max_tokens or 0)) for each in requests)

@@ -44,6 +44,7 @@ class PrefillExecutor:
         try:
             async with asyncio.timeout(run.remaining_s):
                 with tracing.span("prefill", run.traceparent) as span:
+                    await self._prepare(run)
                     await run.until(lambda: run.is_admitted)
                     self._add_to_engine(run)
                     await run.until(lambda: run.started is not None)
@@ -71,6 +72,12 @@ class PrefillExecutor:
         if failure is not None:
             last_event["failed"] = wire.Failed(run=run.ref, failure=failure)
         run.close(**last_event)
+
+    async def _prepare(self, run: PrefillRun) -> None:
+        try:
+            await self._host.prepare(run.request)
+        except InvalidRequest as error:
+            raise RequestRejected.of(error) from None
 
     def _add_to_engine(self, run: PrefillRun) -> None:
         """Add the run without waiting for the answer, which comes with a step: the deadline may be earlier."""

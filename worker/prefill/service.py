@@ -108,7 +108,9 @@ class PrefillService(services.PrefillServicer):
                 yield run, event
 
     def _on_finished(self, run: PrefillRun, finished: SequenceFinished) -> None:
-        if finished.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
+        if finished.fault is not None:
+            run.cancel(PrefillFailed(RequestRejected.of(finished.fault).failure))
+        elif finished.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
             run.cancel(PrefillFailed.because(wire.CAUSE_ENGINE, finished.detail or "ended by the engine"))
         else:
             run.finished[finished.id] = finished

@@ -24,9 +24,8 @@ class CallValidator:
         host, engine_request = self._host, call.engine_request
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run
-        requests = to_requests(
-            name, engine_request, model=host.model, park_after=call.handoff or _needs_park(engine_request)
-        )
+        parks = call.handoff or _needs_park(engine_request)
+        requests = to_requests(name, engine_request, model=host.model, park_after=parks, guides=host.guides)
         longest = max(len(request.token_ids) for request in requests)
         if longest > host.context_length:
             detail = f"{longest} tokens; the maximum context length is {host.context_length}"

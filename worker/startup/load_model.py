@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from decant.engine.costs import StepCostModel
+from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
@@ -87,6 +88,14 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
     device.costs = calibration.measure(device)
     _log_measured(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
     return device
+
+
+def load_guides(files: ModelFiles, device: Device) -> GrammarCompiler:
+    """Read the tokenizer for guided output. A model whose tokenizer can't be followed is served without."""
+    guides = GrammarCompiler(files.folder / "tokenizer.json", device.vocab_size, device.eos_token_ids)
+    if guides.refusal:
+        _log.warning("no guided output", model=files.id, reason=guides.refusal)
+    return guides
 
 
 def import_transformers() -> ModuleType:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from decant.engine import fake, logits_processors
+from decant.engine import fake
 from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.sampler import NativeSampler
 from decant.engine.errors import InvalidRequest
-from decant.engine.logits_processors import Add, Bias, Edit, Forbid, LogitsProcessor, MinLength, Penalties
+from decant.engine.guides.mask import GuideMask
+from decant.engine.logits_processors import Add, Allow, Bias, Edit, Forbid, LogitsProcessor, MinLength, Penalties
 from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from tests import gpu
+from tests.engine.guides.scripted import ScriptedGrammar
 
 LIKELY = [11 + 3 * rank for rank in range(fake.CANDIDATES)]
 """Tokens by rank; the others have lower logits."""
@@ -32,6 +35,7 @@ REQUESTS: dict[type[LogitsProcessor], list[dict[str, Any]]] = {
     Bias: [{"logit_bias": {FIRST: -50.0, SECOND: 1.0}}],
     MinLength: [{"stop": StopParams(min_tokens=len(OUTPUT) + 1, stop_token_ids=frozenset({FIRST}))}],
     Penalties: [{"repetition_penalty": 10.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
+    GuideMask: [{"grammar": ScriptedGrammar(lambda output: {SECOND, 1, 63})}],
 }
 """Requests with one processor each, by which the second token becomes the likeliest."""
 
@@ -78,13 +82,15 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     return fields
 
 
-def row_of(stop: StopParams | None = None, tokens: Sequence[int] = (*PROMPT, *OUTPUT), **sampling: Any) -> Row:
-    request = Request("r", PROMPT, sampling=SamplingParams(**sampling), stop=stop or StopParams())
+def row_of(
+    stop: StopParams | None = None, tokens: Sequence[int] = (*PROMPT, *OUTPUT), grammar: Any = None, **sampling: Any
+) -> Row:
+    request = Request("r", PROMPT, sampling=SamplingParams(**sampling), stop=stop or StopParams(), grammar=grammar)
     return Row(request, tokens, len(tokens) - 1, len(tokens), (array("i"),), True, SamplerState(request))
 
 
 def test_each_processor_and_each_kind_of_edit_has_a_case() -> None:
-    ours = {kind for kind in LogitsProcessor.__subclasses__() if kind.__module__ == logits_processors.__name__}
+    ours = {kind for kind in LogitsProcessor.__subclasses__() if kind.__module__.startswith("decant.engine.")}
     assert ours == set(REQUESTS)
     edits = [edit for _, fields in CASES for edit in row_of(**fields).edits(frozenset())]
     assert {type(edit) for edit in edits} == set(get_args(Edit))
@@ -116,8 +122,36 @@ def test_an_end_token_of_the_model_is_not_drawn_before_the_minimum_length(draw: 
 def test_each_sampler_applies_bias_then_minimum_length_then_penalties(draw: Draw, way: dict[str, Any]) -> None:
     biased = {"logit_bias": {SECOND: 4.0, THIRD: 90.0}, "repetition_penalty": 10.0}
     row = row_of(StopParams(min_tokens=9, stop_token_ids=frozenset({THIRD})), (*PROMPT, SECOND), **biased, **way)
-    assert [type(edit) for edit in row.edits(frozenset())] == list(get_args(Edit))
+    assert [type(edit) for edit in row.edits(frozenset())] == [kind for kind in get_args(Edit) if kind is not Allow]
     assert draw(row, frozenset()) == SECOND, "the bias made its logit positive before the penalty divides it"
+
+
+def test_each_sampler_draws_among_the_allowed_tokens_alone(draw: Draw, way: dict[str, Any]) -> None:
+    """Also those of the lowest logits, in any word of the mask, and against any bias."""
+    for token in (0, 31, 32, VOCABULARY - 1):
+        grammar = ScriptedGrammar(partial(_only, token))
+        bias = {FIRST: 100.0, token: -100.0}
+        assert draw(row_of(grammar=grammar, logit_bias=bias, **way), frozenset()) == token
+
+
+def _these(edits: list[Edit], *_: object) -> list[Edit]:
+    return list(edits)
+
+
+def _only(token: int, _: Sequence[int]) -> set[int]:
+    return {token}
+
+
+def test_each_sampler_forbids_tokens_beyond_a_mask_and_takes_a_longer_one(
+    draw: Draw, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = {4: (1 << SECOND) | (1 << THIRD), 12: (1 << THIRD) | (1 << 95)}
+    for size, bits in masks.items():
+        edits: list[Edit] = [Allow(bits.to_bytes(size, "little"))]
+        monkeypatch.setattr(SamplerState, "edits", partial(_these, edits))
+        # A bias, so that no sampler takes the row for a greedy one.
+        row = row_of(logit_bias={1: 1.0}, **way)
+        assert draw(row, frozenset()) == (SECOND if size == 4 else THIRD)
 
 
 class Succession(LogitsProcessor):

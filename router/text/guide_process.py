@@ -1,0 +1,83 @@
+"""Confined process that compiles grammars: ``python -I guide_process.py``, used through stdin and stdout.
+
+Compiling a hostile grammar may take any time and memory, or overflow the stack. Here that ends this process alone: by
+a signal after ``SECONDS`` of CPU time, or where an allocation beyond MEMORY_BYTES fails. What passes compiles in any
+worker, which has more of each. Outside the standard library it imports only llguidance.
+
+    message       length: u32, big-endian | JSON
+    first         {"tokenizer": path of tokenizer.json, "vocabulary": size, "eos": [ids], "limits": LLParserLimits}
+                  its reply is {"error": "..."} if the tokenizer can't be followed, else {"error": ""}
+    others        {"grammar": text of llguidance}, and the same replies
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import sys
+import threading
+from typing import IO, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+SECONDS = 0.75
+"""Of CPU time for a grammar."""
+MEMORY_BYTES = 512 << 20
+"""Beside what the process has once the tokenizer is loaded."""
+STACK_BYTES = 4 << 20
+
+
+class Checker:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._limits = LLParserLimits(**setup["limits"])
+        self._tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocabulary"], eos_token=setup["eos"])
+
+    def error(self, grammar: str) -> str:
+        """Compile a grammar, and follow it for two tokens."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        for _ in range(2):
+            mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+            if matcher.is_error() or matcher.is_stopped():
+                break
+            first = next((index for index, byte in enumerate(mask) if byte), None)
+            if first is None:
+                return "no text matches it"
+            matcher.consume_token(8 * first + (mask[first] & -mask[first]).bit_length() - 1)
+        return matcher.get_error().partition("\n<")[0] if matcher.is_error() else ""
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    checker: Checker | None = None
+    while len(length := requests.read(4)) == 4:
+        request, error = json.loads(requests.read(struct.unpack(">I", length)[0])), ""
+        if checker is None:
+            try:
+                checker = Checker(request)
+            except BaseException as failure:  # noqa: BLE001 - the library's panics derive from BaseException
+                error = f"{failure}"
+            confine()
+        else:
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            error = checker.error(request["grammar"])
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        reply = json.dumps({"error": error}).encode()
+        replies.write(struct.pack(">I", len(reply)) + reply)
+        replies.flush()
+
+
+def confine() -> None:
+    if sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    thread.start()
+    thread.join()

@@ -1,0 +1,177 @@
+"""Guided sequences of an engine: their end, their errors, and what a grammar's matcher is made from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidRequest
+from decant.engine.fake import FakeDevice
+from decant.engine.guides.guide import Guide, GuideKind
+from decant.engine.output import SequenceFinished
+from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from tests.engine.factories import make_engine, make_request
+from tests.engine.guides.scripted import ScriptedGrammar
+from tests.engine.guides.tiny_tokenizer import END, compiler, text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "c"]}, "size": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+GUIDES = {
+    "schema": Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "object": Guide(GuideKind.JSON_OBJECT),
+    "regex": Guide(GuideKind.REGEX, "[a-f]{4,9}(x|[0-9]+z)"),
+    "grammar": Guide(GuideKind.GRAMMAR, 'start: "a" b+\nb: "x" b "y" | "z"\n'),
+    "choice": Guide(GuideKind.CHOICE, choices=("yes", "no", "none")),
+}
+
+
+def device(num_blocks: int = 64) -> FakeDevice:
+    return FakeDevice(num_blocks=num_blocks, block_size=4, vocab_size=END + 1, eos_token_ids=frozenset({END}))
+
+
+def guided(id: str, guide: Guide, *, max_tokens: int = 40, seed: int = 1, tokens: int = 6) -> Request:
+    sampling = SamplingParams(temperature=2.0, seed=seed)
+    prompt = [(3 * index + seed) % END for index in range(tokens)]
+    return make_request(id, prompt, sampling=sampling, stop=StopParams(max_tokens), grammar=compiler().grammar(guide))
+
+
+def run(engine: Engine, *requests: Request) -> tuple[dict[str, list[int]], dict[str, SequenceFinished]]:
+    outputs: dict[str, list[int]] = {request.id: [] for request in requests}
+    ends = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        step = engine.step()
+        for token in step.tokens:
+            outputs[token.id].append(token.token)
+        ends.update({end.id: end for end in step.ended})
+    engine.check_integrity()
+    return outputs, ends
+
+
+def matches(guide: Guide, output: str) -> bool:
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            jsonschema.validate(json.loads(output), SCHEMA)
+            return True
+        case GuideKind.JSON_OBJECT:
+            return isinstance(json.loads(output), dict)
+        case GuideKind.CHOICE:
+            return output in guide.choices
+        case GuideKind.GRAMMAR:
+            return re.fullmatch("a(x*zy*)+", output) is not None and output.count("x") == output.count("y")
+    return re.fullmatch(guide.text, output) is not None
+
+
+@pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES)
+def test_an_output_that_ends_by_itself_matches_its_guide(guide: Guide) -> None:
+    requests = [guided(f"{seed}", guide, seed=seed) for seed in range(8)]
+    outputs, ends = run(make_engine(device=device(512), max_running=8), *requests)
+    stopped = [id for id, end in ends.items() if end.reason is FinishReason.STOP]
+    assert stopped
+    for id in stopped:
+        assert ends[id].stop_token == END
+        assert matches(guide, text(outputs[id])), text(outputs[id])
+
+
+def test_an_output_that_max_tokens_ends_is_the_beginning_of_a_match() -> None:
+    whole, _ = run(make_engine(device=device()), guided("a", GUIDES["schema"]))
+    cut, ends = run(make_engine(device=device()), guided("a", GUIDES["schema"], max_tokens=5))
+    assert ends["a"].reason is FinishReason.LENGTH
+    assert cut["a"] == whole["a"][:5]
+
+
+@pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES)
+def test_an_engine_that_gets_the_first_tokens_of_an_output_continues_it(guide: Guide) -> None:
+    request = guided("a", guide)
+    outputs, _ = run(make_engine(device=device()), request)
+    for count in range(1, len(outputs["a"])):
+        tokens = (*request.token_ids, *outputs["a"][:count])
+        continued = replace(request, token_ids=tokens, prompt_tokens=request.prompt_len)
+        rest, _ = run(make_engine(device=device()), continued)
+        assert rest["a"] == outputs["a"][count:]
+
+
+def test_guided_sequences_that_are_preempted_give_the_outputs_that_each_gives_alone() -> None:
+    requests = [guided(name, guide, seed=seed) for seed, (name, guide) in enumerate(GUIDES.items())]
+    requests.append(make_request("free", [1, 2, 3, 4, 5], max_tokens=30))
+    alone = {request.id: run(make_engine(device=device()), request)[0][request.id] for request in requests}
+    engine = make_engine(device=device(14), context_length=50)
+    outputs, _ = run(engine, *requests)
+    assert engine.scheduler.preemptions
+    assert outputs == alone
+
+
+def test_the_outputs_of_one_prompt_follow_the_grammar_with_their_own_draws() -> None:
+    first = guided("a", GUIDES["regex"])
+    requests = [
+        replace(first, id=f"{index}", sampling=replace(first.sampling, output_index=index)) for index in range(6)
+    ]
+    outputs, _ = run(make_engine(device=device(512)), *requests)
+    assert len({tuple(output) for output in outputs.values()}) > 1
+    assert all(matches(GUIDES["regex"], text(output)) for output in outputs.values())
+
+
+def test_a_grammar_that_fails_ends_its_sequence_by_the_field_and_no_other() -> None:
+    """Also the tokens of the step that failed do not count."""
+
+    def allowed(output: Sequence[int]) -> set[int]:
+        if len(output) == 3:
+            raise ValueError("the lexer has too many states")
+        return {5, 6}
+
+    engine = make_engine(device=device())
+    failing = make_request("bad", [1, 2, 3], grammar=ScriptedGrammar(allowed))
+    outputs, ends = run(engine, failing, guided("good", GUIDES["choice"]), make_request("free", [1, 2, 3, 4, 5]))
+    assert len(outputs["bad"]) == 3
+    assert ends["bad"].reason is FinishReason.FAILED
+    fault = ends["bad"].fault
+    assert fault is not None
+    assert fault.field == "guided.regex"
+    assert fault.value == "the lexer has too many states"
+    assert ends["good"].fault is None
+    assert {ends["good"].reason, ends["free"].reason} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_a_sequence_makes_one_matcher_whatever_its_length() -> None:
+    grammar = ScriptedGrammar(lambda output: {5, 6})
+    run(make_engine(device=device()), make_request("a", [1, 2, 3], max_tokens=20, grammar=grammar))
+    assert grammar.made == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "field"),
+    [(StopParams(8, min_tokens=1), "min_tokens"), (StopParams(8, ignore_eos=True), "ignore_eos")],
+)
+def test_what_contradicts_a_guide_is_refused_by_its_field(stop: StopParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        make_request("a", stop=stop, grammar=ScriptedGrammar(lambda output: {5}))
+    assert refused.value.field == field
+
+
+def test_an_engine_refuses_a_grammar_that_does_not_compile() -> None:
+    bad = compiler().grammar(Guide(GuideKind.REGEX, "a("))
+    with pytest.raises(InvalidRequest, match=r"guided\.regex"):
+        make_engine(device=device()).add(make_request("a", [1, 2], grammar=bad))
+
+
+def test_stop_tokens_and_bias_hold_within_the_grammar() -> None:
+    guide = Guide(GuideKind.REGEX, "[ab]{6}")
+    bias = SamplingParams(logit_bias={0: 100.0, 5: 100.0})
+    (request,) = [replace(guided("a", guide), sampling=bias)]
+    outputs, _ = run(make_engine(device=device()), request)
+    assert text(outputs["a"]) == "aaaaaa"
+    stopping = replace(request, stop=StopParams(40, stop_token_ids=frozenset({0})))
+    outputs, ends = run(make_engine(device=device()), stopping)
+    assert outputs["a"] == [0]
+    assert ends["a"].stop_token == 0
