@@ -110,6 +110,10 @@ class GrammarCompiler:
             threading.stack_size(before)
         return self._threads.submit(grammar.prepare)
 
+    def tokenize(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.tokenize_str(text)
+        return tokens
+
     @property
     def mask_threads(self) -> tuple[ThreadPoolExecutor, int]:
         """Threads that compute masks beside a step, and their number."""

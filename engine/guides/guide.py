@@ -18,7 +18,11 @@ MAX_CHOICES = 4096
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between the parts of a JSON text: without a bound, a model may write it until ``max_tokens``."""
 
-_JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
+ESCAPES = 'nrbtf\\"'
+"""Letters behind a backslash in JSON strings. With ``u``, a property could be written under another spelling of its
+name, and its schema would not apply."""
+
+_JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 _REFUSED_IN_GRAMMAR = re.compile(r"%json\b|%llguidance\b|\btemperature\b(?=\s*=)")
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")

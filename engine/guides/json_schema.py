@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 ANNOTATIONS = frozenset(
     {
         *("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "deprecated"),
-        *("readOnly", "writeOnly"),
+        *("readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "$anchor"),
     }
 )
 """Keywords that restrict nothing."""
@@ -33,6 +34,11 @@ _VALUES = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     }
 )
+_TEXTS = frozenset({"const", "enum", "required", "properties"})
+"""Keywords with texts that the output repeats."""
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f]")
+"""Characters that JSON writes with ``\\u`` alone."""
+
 KEYWORDS = ANNOTATIONS | _ONE_SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES
 """Keywords that are supported, each in the meaning of draft 2020-12."""
 
@@ -77,6 +83,8 @@ class _Checker:
                 self.check(inner, inner_path, depth + 1)
 
     def _check_value(self, keyword: str, value: Any, path: str) -> None:
+        if keyword in _TEXTS and (text := _unwritable(value)) is not None:
+            self._refuse(path, "texts without control characters", text)
         match keyword:
             case "format" if value not in FORMATS:
                 self._refuse(path, f"one of {', '.join(sorted(FORMATS))}", value)
@@ -104,6 +112,21 @@ def _schemas_in(keyword: str, value: Any, path: str) -> Iterator[tuple[Any, str]
     elif keyword in _NAMED_SCHEMAS:
         for name, inner in value.items():
             yield inner, f"{path}/{name}"
+
+
+def _unwritable(value: Any) -> str | None:
+    """A text within ``value`` that an output can't repeat; of an object with schemas, among its names."""
+    left = [value]
+    while left:
+        match left.pop():
+            case str(text):
+                if _UNWRITABLE.search(text):
+                    return text
+            case list(entries):
+                left += entries
+            case dict(entries):
+                left += [*entries, *entries.values()]
+    return None
 
 
 def _is_number(value: Any) -> bool:

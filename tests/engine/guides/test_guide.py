@@ -59,6 +59,8 @@ def test_a_keyword_that_is_not_supported_is_refused_by_name_and_place(schema: An
         ({"minimum": "1"}, "#/minimum"),
         ({"format": "regex"}, "#/format"),
         ({"minProperties": 2}, "#/minProperties"),
+        ({"const": {"a": ["\0"]}}, "#/const"),
+        ({"properties": {"a\x1f": {}}}, "#/properties"),
         ({"$ref": "https://example.com/schema"}, "#/$ref"),
     ],
     ids=str,
