@@ -33,9 +33,7 @@ MemoryShare = Annotated[float, Option(help="Share of the memory for weights and 
 BandwidthEfficiency = Annotated[float, Option(help="Share of the peak bandwidth that a step reaches.")]
 ComputeEfficiency = Annotated[float, Option(help="Share of the peak rate that a prefill reaches.")]
 Dtype = Annotated[str, Option(help="Dtype: bfloat16, float16 or float32.")]
-Quantization = Annotated[
-    str | None, Option(help="Quantization of weights: int8, fp8 or int4; unset: the model's.")
-]
+Quantization = Annotated[str | None, Option(help="Quantization of weights: int8, fp8 or int4; unset: the model's.")]
 KvDtype = Annotated[str | None, Option(help="Dtype of the KV cache, also int8 or fp8; unset: that of --dtype.")]
 PromptTokens = Annotated[str | None, Option(help="Prompt length, or range of lengths; unset: 1500-2000.")]
 OutputTokens = Annotated[str | None, Option(help="Output length, or range of lengths; unset: 500.")]

@@ -199,7 +199,7 @@ def test_blocks_of_an_arrival_are_written_beside_the_steps() -> None:
 
     transfers = SimpleNamespace(reserve=lambda one: Arrival(), join=lambda *entry: joined.append(entry))
     arrived: SimpleQueue[Any] = SimpleQueue()
-    arrived.put((SimpleNamespace(prompt_len=3), [("address", b"bytes", 7)], SimpleNamespace(output=(1,))))
+    arrived.put((SimpleNamespace(prompt_len=3), [("address", b"bytes", 7)], SimpleNamespace(computed=3)))
     with ThreadPoolExecutor(1) as writer:
         arrivals = Arrivals(SimpleNamespace(transfers=transfers), arrived, writer)  # type: ignore[arg-type]
         arrivals.advance()

@@ -27,7 +27,7 @@ ANSWERS = 5
 @pytest.fixture(scope="module")
 def suite(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Schemas of the suite by file and description, from the source distribution of jsonschema, which carries it."""
-    folder = Path(request.config.cache.mkdir("json-schema-test-suite"))  # type: ignore[union-attr]
+    folder = Path(request.config.cache.mkdir("json-schema-test-suite"))
     if not list(folder.glob("*.tar.gz")):
         command = [sys.executable, "-m", "pip", "download", "jsonschema==4.26.0", "--no-deps", "--no-binary", ":all:"]
         done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, timeout=120)
