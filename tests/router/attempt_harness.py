@@ -47,6 +47,7 @@ class Case:
     full_rounds: int = 0  # heartbeats for which decode workers have no free blocks, once nothing goes wrong any more
     dies: str = ""  # a worker that dies with the first fault
     is_cancelled: bool = False  # with the last step
+    outputs: int = 1
 
 
 @dataclass
@@ -139,13 +140,16 @@ class Scenario:
         self.router = RouterServices(peer, checked, admission, self.pool, ended_s=60.0, **parts)
         self.faults_left = case.faults
         self.faults_done = 0
-        self.known: list[int] = []
+        self.known: list[list[int]] = [[] for _ in range(case.outputs)]
 
     def request(self) -> ValidRequest:
         shown = pb.ResponseOptions(prompt_logprobs=0) if self.case.has_prompt_logprobs else pb.ResponseOptions()
         request = make_request(
             prompt=PROMPT, max_tokens=self.case.max_tokens, shown=shown, eos_token_ids=frozenset({EOS})
         )
+        prefixes = [wire.OutputPrefix(output=index) for index in range(self.case.outputs)]
+        del request.engine_request.outputs[:]
+        request.engine_request.outputs.extend(prefixes)
         at = self.case.stop_string_at
         return request if at is None else replace(request, new_output_text=lambda: StopString(at))  # type: ignore[arg-type,return-value]
 
@@ -213,10 +217,11 @@ class Scenario:
     # ------------------------------------------------------------------------------------------- what must hold
 
     def check(self) -> None:
-        tokens = self.stream.outputs[0].tokens
-        assert tokens[: len(self.known)] == self.known
-        assert tokens == [token_at(k, self.case.stops_at) for k in range(len(tokens))]
-        self.known = list(tokens)
+        for output, known in zip(self.stream.outputs, self.known, strict=True):
+            assert output.tokens[: len(known)] == known
+            stop = self.world.stop_of(output.index)
+            assert output.tokens == [token_at(k, stop) for k in range(len(output.tokens))]
+            known[:] = output.tokens
         assert self.listener.ends == (self.stream.end is not None)
         assert self.listener.persisted <= 1
         self._check_migrations()
@@ -245,11 +250,10 @@ class Scenario:
         end = self.stream.end
         assert end is not None
         assert self.listener.ends == self.listener.persisted == 1
-        expected = self.world.answer
-        if self.case.stop_string_at is not None:
-            expected = expected[: self.case.stop_string_at + 1]
+        counted = None if self.case.stop_string_at is None else self.case.stop_string_at + 1
         if isinstance(end, Finish):
-            assert self.stream.outputs[0].tokens == expected
+            expected = [self.world.answer(output.index)[:counted] for output in self.stream.outputs]
+            assert [output.tokens for output in self.stream.outputs] == expected
         if not self.faults_done and not self.case.is_cancelled:
             assert isinstance(end, Finish), end
             assert self.stream.has_prompt_logprobs

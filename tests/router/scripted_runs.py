@@ -1,4 +1,4 @@
-"""Parts of a request at scripted workers; output token k is `token_at(k)` everywhere.
+"""Parts of a request at scripted workers; output token k of an output is `token_at(k)` everywhere.
 
 A schedule chooses what happens next: a step or, where it harms the request, a fault.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,8 @@ class Export:
     ticket: wire.Ticket
     is_fetching: bool = False
     is_closed: bool = False
-    tokens: list[int] | None = None
+    tokens: dict[int, list[int]] | None = None  # of each output
+    ends: dict[int, wire.OutputEnd] = field(default_factory=dict)  # of the outputs that ended at the source
     cause: wire.Cause | None = None
     renewed_at: float = 0.0
 
@@ -104,7 +105,8 @@ class ScriptedPrefill:
 
     def __post_init__(self) -> None:
         self.connection = Connection(lambda _: None, self.on_cancel)
-        self.written = list(unpack(self.request.engine_request.outputs[0].tokens))
+        self.written = written_tokens(self.request.engine_request)
+        self.ends: dict[int, wire.OutputEnd] = {}
 
     @property
     def is_started(self) -> bool:
@@ -141,8 +143,7 @@ class ScriptedPrefill:
         self.connection.deliver(self.outbox.popleft())
 
     def issue(self) -> None:
-        tokens = len(PROMPT) + len(self.written)
-        self.export = self.worker.offer(self.request.run, tokens)
+        self.export = self.worker.offer(self.request.run, self.written)
         self.outbox.append(wire.PrefillEvent(ticket=self.export.ticket))
         if self.has_first:
             self._seal()
@@ -153,18 +154,22 @@ class ScriptedPrefill:
 
     def sample(self) -> None:
         self.has_first = True
-        token, end = self.worker.world.next_token(len(self.written))
-        first = wire.FirstTokens.First(output=0, token=token, finished=end)
-        self.written.append(token)
-        self.is_last = end is not None or not self.request.handoff
-        self.outbox.append(wire.PrefillEvent(first=wire.FirstTokens(tokens=[first])))
+        firsts = []
+        for index, written in self.written.items():
+            token, end = self.worker.world.next_token(index, len(written))
+            firsts.append(wire.FirstTokens.First(output=index, token=token, finished=end))
+            written.append(token)
+            if end is not None:
+                self.ends[index] = end
+        self.is_last = len(self.ends) == len(self.written) or not self.request.handoff
+        self.outbox.append(wire.PrefillEvent(first=wire.FirstTokens(tokens=firsts)))
         self._seal()
 
     def _seal(self) -> None:
         if self.export is not None and self.is_last:
             self.export.fail(wire.CAUSE_CANCELLED)
         elif self.export is not None:
-            self.export.tokens = list(self.written)
+            self.export.tokens, self.export.ends = copied(self.written), dict(self.ends)
 
     def finish(self) -> None:
         self.is_over = True
@@ -206,20 +211,30 @@ class ScriptedPrefill:
 class ScriptedRun:
     worker: ScriptedWorker
     start: wire.Start
-    slot: int
+    first_slot: int
     run: wire.Run = field(init=False)
     phase: wire.RunStatus.Phase = RunStatus.PHASE_WAITING
-    tokens: list[int] = field(init=False)
-    end: wire.OutputEnd | None = None
+    tokens: dict[int, list[int]] = field(init=False)  # of each output
+    ends: dict[int, wire.OutputEnd] = field(default_factory=dict)
     source: Export | None = None  # what it fetches
     export: Export | None = None  # what it gives away
     is_attached: bool = True  # to this router's session; an earlier owner's run is, once it is adopted
     is_decoding: bool = False
     is_to_migrate: bool = False  # asked for before it decoded
+    stopped_early: set[int] = field(default_factory=set)  # outputs that were cancelled before it decoded
 
     def __post_init__(self) -> None:
         self.run = wire.Run.FromString(self.start.run.SerializeToString())
-        self.tokens = list(unpack(self.start.engine_request.outputs[0].tokens))
+        self.tokens = written_tokens(self.start.engine_request)
+        self.slots = {index: self.first_slot + place for place, index in enumerate(self.tokens)}
+
+    @property
+    def live(self) -> list[int]:
+        return [index for index in self.tokens if index not in self.ends]
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.live
 
     @property
     def is_committed(self) -> bool:
@@ -227,10 +242,12 @@ class ScriptedRun:
 
     @property
     def held(self) -> wire.RunStatus:
-        slots = (
-            [wire.Slot(slot=self.slot, output=0, position=len(PROMPT) + len(self.tokens))] if self.is_decoding else []
-        )
-        return RunStatus(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
+        slots = [
+            wire.Slot(slot=self.slots[index], output=index, position=len(PROMPT) + len(tokens))
+            for index, tokens in self.tokens.items()
+        ]
+        shown = slots if self.is_decoding else []
+        return RunStatus(run=self.run, phase=self.phase, slots=shown, ended=list(self.ends.values()))
 
     def steps(self) -> Iterator[Step]:
         if self.phase == RunStatus.PHASE_WAITING and not self.worker.is_full:
@@ -243,7 +260,7 @@ class ScriptedRun:
         elif self.phase == RunStatus.PHASE_RUNNING and not self.is_decoding:
             yield self.join
         elif self.phase == RunStatus.PHASE_RUNNING and not self.is_committed:
-            yield self.decode
+            yield from (partial(self.decode, index) for index in self.live)
             if self.export is not None and self.export.is_fetching and not self.export.is_closed:
                 yield self.commit
 
@@ -255,7 +272,7 @@ class ScriptedRun:
         if self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
             yield partial(self.fail, wire.CAUSE_CORRUPT, self.source.ticket.sender)
         if self.phase == RunStatus.PHASE_RUNNING and self.is_decoding and not self.is_committed:
-            yield partial(self.decode, is_lost=True)
+            yield from (partial(self.decode, index, is_lost=True) for index in self.live)
         if self.phase != RunStatus.PHASE_ENDED:
             yield self.supersede
 
@@ -274,43 +291,67 @@ class ScriptedRun:
         self.send_prompt_logprobs()
 
     def join(self) -> None:
-        decode_started = wire.DecodeStarted(run=self.run, slots=[wire.Slot(slot=self.slot, output=0)])
+        slots = [wire.Slot(slot=slot, output=index) for index, slot in self.slots.items()]
+        decode_started = wire.DecodeStarted(run=self.run, slots=slots)
         if self.source is not None:
             assert self.source.tokens is not None
-            self.tokens = list(self.source.tokens)
+            self.tokens |= {
+                index: tokens for index, tokens in copied(self.source.tokens).items() if index in self.tokens
+            }
+            self.ends |= {index: end for index, end in self.source.ends.items() if index in self.tokens}
             self.source.is_closed = True
             decode_started.handoff.SetInParent()
         else:
             decode_started.from_tokens.SetInParent()
         self.phase, self.is_decoding = RunStatus.PHASE_RUNNING, True
         self.send(decode_started=decode_started)
-        self.send_tokens(0)
-        if self.is_to_migrate:
+        for index in self.tokens:
+            self.send_tokens(index, 0)
+        self.send_ends()
+        for index in sorted(self.stopped_early):
+            self.finish_output(index, wire.OutputEnd.REASON_CANCELLED)
+        if self.is_to_migrate and not self.has_ended:
             self.offer()
 
-    def decode(self, *, is_lost: bool = False) -> None:
-        k = len(self.tokens)
-        token, end = self.worker.world.next_token(k)
-        self.tokens.append(token)
+    def decode(self, index: int, *, is_lost: bool = False) -> None:
+        k = len(self.tokens[index])
+        token, end = self.worker.world.next_token(index, k)
+        self.tokens[index].append(token)
         if not is_lost:
-            self.send_tokens(k)
+            self.send_tokens(index, k)
         if end is not None:
-            self.finish(end.reason)
+            self.finish_output(index, end.reason)
 
     def commit(self) -> None:
         assert self.export is not None
-        self.export.tokens = list(self.tokens)
+        self.export.tokens, self.export.ends = copied(self.tokens), dict(self.ends)
 
     def offer(self) -> None:
         if self.export is None or self.export.is_closed:
-            self.export = self.worker.offer(self.run, len(PROMPT) + len(self.tokens))
+            self.export = self.worker.offer(self.run, {index: self.tokens[index] for index in self.live})
         self.send(ticket=self.export.ticket)
 
     def finish(self, reason: wire.OutputEnd.Reason) -> None:
-        self.phase = RunStatus.PHASE_ENDED
-        self.end = wire.OutputEnd(output=0, reason=reason, end_position=len(PROMPT) + len(self.tokens))
-        self.release(wire.CAUSE_CANCELLED)
-        self.send(ended=wire.Ended(run=self.run, end=self.end))
+        for index in self.live:
+            self.finish_output(index, reason)
+
+    def finish_output(self, index: int, reason: wire.OutputEnd.Reason, end_position: int | None = None) -> None:
+        if index in self.ends:
+            return
+        if end_position is not None:
+            del self.tokens[index][end_position - len(PROMPT) :]
+        position = len(PROMPT) + len(self.tokens[index])
+        end = self.ends[index] = wire.OutputEnd(output=index, reason=reason, end_position=position)
+        if self.has_ended:
+            self.phase = RunStatus.PHASE_ENDED
+            self.release(wire.CAUSE_CANCELLED)
+        elif self.export is not None and not self.is_committed and index == self.export.ticket.outputs[0]:
+            self.export.fail(wire.CAUSE_CANCELLED)
+        self.send(ended=wire.Ended(run=self.run, end=end))
+
+    def send_ends(self) -> None:
+        for end in self.ends.values():
+            self.send(ended=wire.Ended(run=self.run, end=end))
 
     def fail(self, cause: wire.Cause, peer: wire.Peer | None = None) -> None:
         self.release(wire.CAUSE_PEER_LOST)
@@ -336,21 +377,30 @@ class ScriptedRun:
         if self.is_attached:
             self.worker.send(**message)
 
-    def catch_up(self, position: int) -> None:
+    def catch_up(self, resume: Iterable[wire.ResumePosition]) -> None:
         self.send_prompt_logprobs()
-        self.send_tokens(position - len(PROMPT))
+        for each in resume:
+            self.send_tokens(each.output, each.position - len(PROMPT))
 
     def send_prompt_logprobs(self) -> None:
         is_computed_here = self.source is None and self.phase != RunStatus.PHASE_WAITING
         if is_computed_here and self.start.engine_request.HasField("prompt_logprobs"):
             self.send(prompt_logprobs=self.worker.world.prompt_logprobs(self.run))
 
-    def send_tokens(self, k: int) -> None:
-        tokens = self.tokens[k:]
+    def send_tokens(self, index: int, k: int) -> None:
+        tokens = self.tokens[index][k:]
         if tokens and self.is_decoding:
-            positions = range(len(PROMPT) + k, len(PROMPT) + len(self.tokens))
-            slots = pack([self.slot] * len(tokens))
+            positions = range(len(PROMPT) + k, len(PROMPT) + len(self.tokens[index]))
+            slots = pack([self.slots[index]] * len(tokens))
             self.send(frame=wire.Frame(slots=slots, positions=pack(list(positions)), tokens=pack(tokens)))
+
+
+def written_tokens(request: wire.EngineRequest) -> dict[int, list[int]]:
+    return {prefix.output: list(unpack(prefix.tokens)) for prefix in request.outputs}
+
+
+def copied(tokens: dict[int, list[int]]) -> dict[int, list[int]]:
+    return {index: list(each) for index, each in tokens.items()}
 
 
 RunKey = tuple[str, int, int]

@@ -168,17 +168,25 @@ class ScriptedWorker:
         self.runs.clear()
 
     def begin(self, start: wire.Start) -> ScriptedRun:
-        self._slots += 1
         run = self.runs[key_of(start.run)] = ScriptedRun(self, start, self._slots)
+        self._slots += len(run.slots)
         return run
 
     def forget(self, run: ScriptedRun) -> None:
         del self.runs[key_of(run.run)]
 
-    def offer(self, run: wire.Run, tokens: int) -> Export:
+    def offer(self, run: wire.Run, tokens: dict[int, list[int]]) -> Export:
+        """Offer the KV cache of the first of these outputs."""
+        length = len(PROMPT) + len(next(iter(tokens.values())))
         id = f"{self.registration.peer.id}-{len(self.world.exports)}".encode()
         ticket = wire.Ticket(
-            id=id, run=run, sender=self.registration.peer, layout_hash=LAYOUT_HASH, lease_ms=3000, tokens=tokens
+            id=id,
+            run=run,
+            sender=self.registration.peer,
+            layout_hash=LAYOUT_HASH,
+            lease_ms=3000,
+            tokens=length,
+            outputs=list(tokens),
         )
         export = self.world.exports[id] = Export(ticket, renewed_at=self.world.now())
         return export
@@ -208,7 +216,7 @@ class _Handler:
         self._worker.send(welcome=welcome)
         for key, each in owned.items():
             if key in self._worker.runs:
-                self._worker.runs[key].catch_up(each.resume[0].position)
+                self._worker.runs[key].catch_up(each.resume)
 
     def _on_start(self, start: wire.Start) -> None:
         key = key_of(start.run)
@@ -224,12 +232,18 @@ class _Handler:
         run = self._claimed(cancel.run)
         if run is None:
             self._worker.marks.add(key_of(cancel.run))
-        elif run.end is None:
+        elif cancel.HasField("output") and run.live != [cancel.output]:
+            if run.is_decoding:
+                run.finish_output(cancel.output, wire.OutputEnd.REASON_CANCELLED, cancel.end_position)
+            else:
+                run.stopped_early.add(cancel.output)
+            run.send_ends()
+        elif not run.has_ended:
             if run.export is not None:
                 run.export.fail(wire.CAUSE_PEER_LOST)
             run.finish(wire.OutputEnd.REASON_CANCELLED)
         else:
-            self._worker.send(ended=wire.Ended(run=run.run, end=run.end))
+            run.send_ends()
 
     def _on_adopt(self, adopt: wire.Adopt) -> None:
         run = self._claimed(adopt.run)
@@ -237,7 +251,7 @@ class _Handler:
             self._worker.send(failed=wire.Failed(run=adopt.run, failure=failure(wire.CAUSE_UNKNOWN_RUN)))
         else:
             self._worker.send(run_status=run.held)
-            run.catch_up(adopt.resume[0].position)
+            run.catch_up(adopt.resume)
 
     def _claimed(self, named: wire.Run) -> ScriptedRun | None:
         for epoch in range(1, named.epoch):
@@ -248,7 +262,7 @@ class _Handler:
 
     def _on_migrate(self, migrate: wire.Migrate) -> None:
         run = self._worker.runs.get(key_of(migrate.run))
-        if run is None or run.end is not None:
+        if run is None or run.has_ended:
             return
         if migrate.withdrawn:
             run.is_to_migrate = False
@@ -266,14 +280,14 @@ class _Handler:
     def _on_forget(self, forget: wire.ForgetRuns) -> None:
         for named in forget.runs:
             run = self._worker.runs.get(key_of(named))
-            if run is not None and (run.end is not None or run.is_committed):
+            if run is not None and (run.has_ended or run.is_committed):
                 self._worker.forget(run)
             elif run is not None:
                 run.finish(wire.OutputEnd.REASON_CANCELLED)
 
     def _on_resend(self, resend: wire.Resend) -> None:
         if (run := self._worker.runs.get(key_of(resend.run))) is not None:
-            run.send_tokens(resend.resume.position - len(PROMPT))
+            run.send_tokens(resend.resume.output, resend.resume.position - len(PROMPT))
 
     def _on_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
         self._worker.renewed = set(heartbeat.renew)
@@ -291,17 +305,21 @@ class World:
         """Session messages given to the router, which it may not have handled yet."""
         self.workers = {name: ScriptedWorker(self, name, role) for name, role in roles.items()}
 
-    @property
-    def answer(self) -> list[int]:
-        count = self.max_tokens if self.stops_at is None else min(self.max_tokens, self.stops_at + 1)
-        return [token_at(k, self.stops_at) for k in range(count)]
+    def stop_of(self, index: int) -> int | None:
+        """Number of the token with which an output ends; those of several outputs differ."""
+        return None if self.stops_at is None else self.stops_at + index
 
-    def next_token(self, k: int) -> tuple[int, wire.OutputEnd | None]:
-        token, position = token_at(k, self.stops_at), len(PROMPT) + k + 1
+    def answer(self, index: int = 0) -> list[int]:
+        stop = self.stop_of(index)
+        count = self.max_tokens if stop is None else min(self.max_tokens, stop + 1)
+        return [token_at(k, stop) for k in range(count)]
+
+    def next_token(self, index: int, k: int) -> tuple[int, wire.OutputEnd | None]:
+        token, position = token_at(k, self.stop_of(index)), len(PROMPT) + k + 1
         if token == EOS:
-            return token, wire.OutputEnd(reason=wire.OutputEnd.REASON_STOP, end_position=position)
+            return token, wire.OutputEnd(output=index, reason=wire.OutputEnd.REASON_STOP, end_position=position)
         if k + 1 >= self.max_tokens:
-            return token, wire.OutputEnd(reason=wire.OutputEnd.REASON_LENGTH, end_position=position)
+            return token, wire.OutputEnd(output=index, reason=wire.OutputEnd.REASON_LENGTH, end_position=position)
         return token, None
 
     def prompt_logprobs(self, run: wire.Run) -> wire.PromptLogprobs:

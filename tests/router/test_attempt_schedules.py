@@ -77,6 +77,7 @@ def cases(names: str) -> st.SearchStrategy[Case]:
         full_rounds=st.sampled_from([0, 0, 24]),
         dies=st.sampled_from(["", *names]),
         is_cancelled=st.sampled_from([False, False, False, True]),
+        outputs=st.sampled_from([1, 1, 3]),
     )
 
 
@@ -124,12 +125,13 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
     scenario = Scenario(replace(case, stop_string_at=None), DECODE)
     await scenario.connect()
     world = scenario.world
-    written = min(written, len(world.answer) - 1)
+    indexes = range(case.outputs)
+    written = min(written, min(len(world.answer(index)) for index in indexes) - 1)
     before = place_run(scenario, phase, written)
     record = RequestRecord(model=MODEL, prompt_tokens=len(PROMPT))
     holder = world.workers["d"].registration.peer
     record.attempts.add(attempt=1, decode_worker=holder, layout_hash=LAYOUT_HASH)
-    entries = [Entry(0, token) for token in world.answer[:written]]
+    entries = [Entry(index, token) for index in indexes for token in world.answer(index)[:written]]
     request = scenario.request()
     stored = StoredRequest(
         key=request.key,
@@ -141,7 +143,7 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
         record=record,
         payload=request.payload,
         entries=entries,
-        length=written,
+        length=len(entries),
         expires_in_s=60.0,
     )
     scenario.begin(stored)
@@ -160,13 +162,14 @@ def place_run(scenario: Scenario, phase: wire.RunStatus.Phase | None, written: i
     found.is_attached = False
     if phase != RunStatus.PHASE_WAITING:
         found.phase, found.is_decoding = RunStatus.PHASE_RUNNING, True
-        found.tokens = world.answer[:written]
-    while phase == RunStatus.PHASE_ENDED and found.end is None:
-        found.decode()
+        found.tokens = {index: world.answer(index)[:written] for index in found.tokens}
+    while phase == RunStatus.PHASE_ENDED and found.live:
+        found.decode(found.live[0])
     return found
 
 
 @pytest.mark.parametrize("roles", [SPLIT, DECODE], ids=["split", "one worker"])
 def test_without_faults_one_attempt_is_enough(roles: dict[str, wire.Role]) -> None:
-    scenario = run(follow(Case(b""), roles))
-    assert scenario.stream.outputs[0].tokens == scenario.world.answer
+    for outputs in (1, 3):
+        scenario = run(follow(Case(b"", outputs=outputs), roles))
+        assert [output.tokens for output in scenario.stream.outputs] == [scenario.world.answer(0)] * outputs
