@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from decant.engine.errors import InvalidRequest
@@ -61,6 +63,36 @@ class Grammar:
         return self._matcher.deep_copy()
 
 
+class MaskThreads:
+    """Threads that compute masks beside a step; they start with the first mask.
+
+    They are daemons: a process ends also while a grammar keeps one.
+    """
+
+    def __init__(self) -> None:
+        self.count = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._works: SimpleQueue[Callable[[], None] | None] | None = None
+
+    def submit(self, work: Callable[[], None]) -> None:
+        if self._works is None:
+            self._works = SimpleQueue()
+            for _ in range(self.count):
+                threading.Thread(target=_run_all, args=(self._works,), name="masks", daemon=True).start()
+        self._works.put(work)
+
+    def replace(self) -> None:
+        """Use other threads from now on: one of these does not return."""
+        if self._works is not None:
+            for _ in range(self.count):
+                self._works.put(None)
+        self._works = None
+
+
+def _run_all(works: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := works.get()) is not None:
+        work()
+
+
 class GrammarCompiler:
     """Compiler for the tokenizer of a file ``tokenizer.json``, of which any method may be called from any thread.
 
@@ -75,7 +107,7 @@ class GrammarCompiler:
         self._grammars: OrderedDict[Guide, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self._mask_threads: tuple[ThreadPoolExecutor, int] | None = None
+        self.mask_threads = MaskThreads()
         if not eos:
             self.refusal = "a model with an end token"
             return
@@ -113,14 +145,6 @@ class GrammarCompiler:
     def tokenize(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.tokenize_str(text)
         return tokens
-
-    @property
-    def mask_threads(self) -> tuple[ThreadPoolExecutor, int]:
-        """Threads that compute masks beside a step, and their number."""
-        if self._mask_threads is None:
-            count = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
-            self._mask_threads = ThreadPoolExecutor(count, "masks"), count
-        return self._mask_threads
 
     def compile(self, guide: Guide) -> tuple[LLMatcher, bytes]:
         """Matcher at the begin of an output, and its mask. Raises InvalidRequest."""

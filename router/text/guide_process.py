@@ -13,6 +13,7 @@ worker, which has more of each. Outside the standard library it imports only llg
 from __future__ import annotations
 
 import json
+import random
 import resource
 import signal
 import struct
@@ -27,6 +28,7 @@ SECONDS = 0.75
 MEMORY_BYTES = 512 << 20
 """Beside what the process has once the tokenizer is loaded."""
 STACK_BYTES = 4 << 20
+WALKS, WALK_TOKENS = 3, 48
 
 
 class Checker:
@@ -35,17 +37,26 @@ class Checker:
         self._tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocabulary"], eos_token=setup["eos"])
 
     def error(self, grammar: str) -> str:
-        """Compile a grammar, and follow it for two tokens."""
+        """Compile a grammar, and follow it along some outputs: a few grammars never give the mask of a later token."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        for _ in range(2):
-            mask = b"" if matcher.is_error() else matcher.compute_bitmask()
-            if matcher.is_error() or matcher.is_stopped():
-                break
-            first = next((index for index, byte in enumerate(mask) if byte), None)
-            if first is None:
-                return "no text matches it"
-            matcher.consume_token(8 * first + (mask[first] & -mask[first]).bit_length() - 1)
-        return matcher.get_error().partition("\n<")[0] if matcher.is_error() else ""
+        if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
+            return "no text matches it"
+        for seed in range(WALKS):
+            if matcher.is_error():
+                return matcher.get_error().partition("\n<")[0]
+            if reason := _follow(matcher.deep_copy(), random.Random(seed)):
+                return reason
+        return ""
+
+
+def _follow(matcher: LLMatcher, draw: random.Random) -> str:
+    for _ in range(WALK_TOKENS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        place = draw.choice([index for index, byte in enumerate(mask) if byte])
+        matcher.consume_token(8 * place + draw.choice([bit for bit in range(8) if mask[place] >> bit & 1]))
+    return matcher.get_error().partition("\n<")[0] if matcher.is_error() else ""
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:

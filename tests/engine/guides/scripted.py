@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from decant.engine.guides.compiler import MaskThreads
 from decant.engine.guides.guide import Guide, GuideKind
 
 WORDS = 16
@@ -46,8 +46,8 @@ class ScriptedCompiler:
         self.eos = eos
 
     @property
-    def mask_threads(self) -> tuple[ThreadPoolExecutor, int]:
-        return _threads(), 1
+    def mask_threads(self) -> MaskThreads:
+        return _threads()
 
 
 class ScriptedGrammar:
@@ -77,5 +77,5 @@ def packed(tokens: Iterable[int]) -> bytes:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "scripted masks")
+def _threads() -> MaskThreads:
+    return MaskThreads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import pytest
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest
 from decant.engine.fake import FakeDevice
+from decant.engine.guides import mask
 from decant.engine.guides.guide import Guide, GuideKind
 from decant.engine.output import SequenceFinished
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
@@ -141,6 +143,32 @@ def test_a_grammar_that_fails_ends_its_sequence_by_the_field_and_no_other() -> N
     assert fault.value == "the lexer has too many states"
     assert ends["good"].fault is None
     assert {ends["good"].reason, ends["free"].reason} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@pytest.mark.slow
+def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask, "MASK_SECONDS", 0.2)
+    is_over = threading.Event()
+
+    def stuck(output: Sequence[int]) -> set[int]:
+        if len(output) == 2:
+            is_over.wait()
+        return {5, 6}
+
+    requests = [
+        make_request(name, [1, 2, 3], grammar=ScriptedGrammar(stuck if name == "bad" else lambda output: {5, 6}))
+        for name in ("before", "bad", "behind", "last")
+    ]
+    try:
+        outputs, ends = run(make_engine(device=device()), *requests)
+    finally:
+        is_over.set()
+    assert len(outputs.pop("bad")) == 2
+    fault = ends.pop("bad").fault
+    assert fault is not None
+    assert "one that takes longer" in str(fault)
+    assert all(len(output) == 8 for output in outputs.values())
+    assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
 
 
 def test_a_sequence_makes_one_matcher_whatever_its_length() -> None:

@@ -1,0 +1,162 @@
+"""The cost of guided output: masks, and tokens per second of an engine with and without a guide.
+
+    python -m bench.guided [--model DIR] [--tokenizer FILE] [--rows 64] [--tokens 96] [--runs 5] [--json OUT]
+
+Every sequence has a schema of 200 properties of its own, which no output of ``--tokens`` completes: both contenders
+compute the same number of tokens, in turn after a warm-up. ``masks_us`` are those of a matcher that follows such an
+output. ``sequences`` are of a step: all guided, half of them, or none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench import machine
+from bench.options import add_json, positive, write_result
+from decant import models
+from decant.engine.engine import Engine
+from decant.engine.guides.compiler import Grammar, GrammarCompiler
+from decant.engine.guides.guide import Guide, GuideKind
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
+from decant.engine.plan import Device
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.engine.scheduler import Limits
+from decant.runtime.cores import available_cores
+
+KEYS = 200
+PROMPT = 32
+
+
+def schema(number: int) -> str:
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 40},
+        {"type": "integer", "minimum": 0, "maximum": 10**6},
+        {"enum": ["red", "green", "blue"]},
+        {"type": "array", "items": {"type": "number"}, "maxItems": 8},
+    ]
+    properties = {f"key_{number}_{key}": kinds[key % len(kinds)] for key in range(KEYS)}
+    described = {"type": "object", "properties": properties, "required": list(properties)}
+    return json.dumps({**described, "additionalProperties": False})
+
+
+def masks_us(grammars: Sequence[Grammar], vocabulary: int, tokens: int) -> dict[str, float]:
+    """Microseconds of a token and the mask behind it, along random outputs."""
+    times, draw = [], np.random.default_rng(0)
+    for grammar in grammars:
+        matcher = grammar.new_matcher()
+        for _ in range(tokens):
+            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            token = int(draw.choice(np.flatnonzero(allowed[:vocabulary])))
+            began = time.perf_counter()
+            matcher.consume_token(token)
+            matcher.compute_bitmask()
+            times.append(1e6 * (time.perf_counter() - began))
+            assert not matcher.is_error(), matcher.get_error()
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: float(np.quantile(times, share)) for name, share in shares.items()} | {"masks": float(len(times))}
+
+
+def tokens_per_second(device: Device, requests: Sequence[Request]) -> float:
+    engine = Engine(device, Limits(512, len(requests), min(1024, device.context_length)))
+    for request in requests:
+        engine.add(request)
+    while len(engine.scheduler.running) < len(requests) or any(
+        each.num_remaining > 1 for each in engine.scheduler.running
+    ):
+        engine.step()  # prompts
+    began, count = time.perf_counter(), 0
+    while engine.has_work:
+        count += len(engine.step().tokens)
+    return count / (time.perf_counter() - began)
+
+
+def requests_of(grammars: Sequence[Grammar | None], vocabulary: int, tokens: int) -> list[Request]:
+    prompts = np.random.default_rng(1).integers(3, vocabulary - 1, (len(grammars), PROMPT)).tolist()
+    return [
+        Request(
+            f"r{number}",
+            tuple(prompt),
+            sampling=SamplingParams(temperature=1.0, seed=number),
+            stop=StopParams(tokens, ignore_eos=grammar is None),
+            grammar=grammar,
+            use_prefix_cache=False,
+        )
+        for number, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
+    ]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(args.threads)
+    config = ModelConfig(model=str(args.model), dtype="bfloat16", device="cpu", kv_bytes=args.kv_bytes)
+    device = load(replace(config, eos_token_ids=frozenset({args.eos})))
+    began = time.perf_counter()
+    compiler = GrammarCompiler(args.tokenizer, device.vocab_size, frozenset({args.eos}))
+    tokenizer_s, began = time.perf_counter() - began, time.perf_counter()
+    assert not compiler.refusal, compiler.refusal
+    grammars = [compiler.grammar(Guide(GuideKind.JSON_SCHEMA, schema(number))) for number in range(args.rows)]
+    for grammar in grammars:
+        grammar.prepare()
+    compile_ms = 1000 * (time.perf_counter() - began) / len(grammars)
+    half = [grammar if number % 2 else None for number, grammar in enumerate(grammars)]
+    contenders: dict[str, Callable[[], float]] = {
+        name: lambda of=of: tokens_per_second(device, requests_of(of, device.vocab_size, args.tokens))  # type: ignore[misc]
+        for name, of in {"none": [None] * args.rows, "half": half, "all": grammars}.items()
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in range(args.runs + 1):
+        for name, contender in contenders.items():
+            rate = contender()
+            if run:
+                rates[name].append(rate)
+    return {
+        "machine": machine.facts(), "threads": args.threads, "rows": args.rows, "vocabulary": device.vocab_size,
+        "tokenizer_s": tokenizer_s, "compile_ms": compile_ms,
+        "masks_us": masks_us(grammars[:16], device.vocab_size, args.tokens),
+        "tokens_per_s": {name: statistics.median(each) for name, each in rates.items()}, "runs": rates,
+    }  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title=f"{result['rows']} sequences, {result['vocabulary']:,} tokens, {result['threads']} threads")
+    for heading in ("guided", "tokens/s", "of none"):
+        table.add_column(heading, justify="right" if heading != "guided" else "left")
+    rates = result["tokens_per_s"]
+    for name, rate in rates.items():
+        table.add_row(name, f"{rate:,.0f}", f"{rate / rates['none']:.1%}")
+    Console().print(table)
+    masks = result["masks_us"]
+    print(f"token and mask: p50 {masks['p50']:.0f} us, p99 {masks['p99']:.0f} us, most {masks['max']:.0f} us")
+    print(f"schema of {KEYS} keys: {result['compile_ms']:.1f} ms; tokenizer: {result['tokenizer_s']:.2f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.guided", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, default=models.path())
+    parser.add_argument("--tokenizer", type=Path, default=models.path() / "tokenizer.json")
+    parser.add_argument("--eos", type=int, default=1, help="id of the end token")
+    parser.add_argument("--rows", type=positive, default=64)
+    parser.add_argument("--tokens", type=positive, default=96)
+    parser.add_argument("--kv-bytes", type=positive, default=1 << 28)
+    parser.add_argument("--threads", type=positive, default=available_cores())
+    parser.add_argument("--runs", type=positive, default=5)
+    add_json(parser)
+    args = parser.parse_args()
+    result = measure(args)
+    write_result(result, args.json, lambda: show(result))
+
+
+if __name__ == "__main__":
+    main()
