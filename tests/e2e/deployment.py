@@ -203,6 +203,7 @@ def deployment(
     router: Sequence[str] = (),
     handoff_min_tokens: int | None = 0,
     worker: Sequence[str] = SMALL_KV,
+    prefill_worker: Sequence[str] = (),
     redis: PrivateRedis | None = None,
     between: Sequence[Proxy] = (),
     another: str = "",
@@ -210,8 +211,8 @@ def deployment(
     """Start a deployment and wait until it is ready; its processes end with it and must exit with 0.
 
     `handoff_min_tokens`: 0 hands over every prompt if both pools exist, None as measured. `redis`: one that a test
-    stops and starts. `between`: in front of the first workers, prefill workers first. `another`: a second model,
-    ID=FOLDER, on a decode worker of its own.
+    stops and starts. `prefill_worker`: further arguments of prefill workers. `between`: in front of the first workers,
+    prefill workers first. `another`: a second model, ID=FOLDER, on a decode worker of its own.
     """
     with ExitStack() as stack:
         made = Deployment(stack.enter_context(redis or PrivateRedis()))
@@ -220,6 +221,8 @@ def deployment(
             module = "prefill_worker" if index < prefill else "decode_worker"
             reached = ("--advertise", between[index].address) if index < len(between) else ()
             arguments = (*common, *ON_A_BUSY_MACHINE, "--model", model, "--dtype", dtype, *worker, *reached)
+            if index < prefill:
+                arguments += tuple(prefill_worker)
             made.workers.append(Worker(stack.enter_context(Process(module, *arguments))))
         if another:
             id, _, folder = another.partition("=")
