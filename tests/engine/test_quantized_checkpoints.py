@@ -13,7 +13,8 @@ import torch
 from decant.engine.checkpoint import checkpoint as checkpoints
 from decant.engine.checkpoint import weight_files
 from decant.engine.checkpoint.coded_linear import CodedLinear
-from decant.engine.checkpoint.weight import Weight
+from decant.engine.checkpoint.quantize import quantize
+from decant.engine.checkpoint.weight import CodeKind, Weight
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig, ModelRefused
 from decant.engine.model.model import ModelDevice
@@ -202,10 +203,10 @@ def test_variants_that_are_not_served_are_refused_by_name(settings: Any, reason:
         serve(folder)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_model_is_quantized_while_it_is_loaded(quantize: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_a_model_is_quantized_while_it_is_loaded(to: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
-    device, plain = serve(folder, quantize=quantize), serve(folder)
+    device, plain = serve(folder, quantize=to), serve(folder)
     assert device.probe_result.exact
     assert device.layout_hash != plain.layout_hash
     assert device.backend.fused_layers(device.model) == plain.backend.fused_layers(plain.model)
@@ -224,3 +225,12 @@ def test_quantizing_a_quantized_checkpoint_or_to_something_else_is_refused(tmp_p
     quantized.quantize(folder, quantized.gptq())
     with pytest.raises(InvalidConfig, match="quantized already"):
         serve(folder, quantize="int8")
+
+
+def test_int4_keeps_the_head_in_int8(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, tie_word_embeddings=True)
+    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("cpu"))
+    quantize(model, "int4")
+    kinds = {name: each.source.kind for name, each in model.named_modules() if isinstance(each, CodedLinear)}
+    assert kinds.pop("lm_head") is CodeKind.INT8
+    assert set(kinds.values()) == {CodeKind.INT4}
