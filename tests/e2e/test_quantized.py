@@ -12,12 +12,15 @@ from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
-from tests.e2e.client_checks import TOKENIZER, ask, generate_request, open_stub
-from tests.e2e.deployment import SMALL_KV, deployment
-from tests.e2e.test_killed_workers import PROMPT, TOKENS, tokens
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, join_messages, open_stub
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.test_killed_workers import PROMPT, owner_of_a_run
 from tests.engine import tiny
 
 pytestmark = pytest.mark.slow
+
+TOKENS = 600
 
 
 def alone() -> list[int]:
@@ -25,6 +28,19 @@ def alone() -> list[int]:
     engine = Engine(load(config), Limits(context_length=2048))
     prompt = tuple(TOKENIZER.encode(PROMPT).ids)
     return tiny.run(engine, [Request("r", prompt, stop=StopParams(max_tokens=TOKENS, ignore_eos=True))]).tokens["r"]
+
+
+async def failed_over(stub: InferenceServiceStub, running: Deployment) -> Answer:
+    """Generate TOKENS tokens, and kill the decode worker that writes them."""
+    request = generate_request(PROMPT, max_tokens=TOKENS)
+    request.stopping.ignore_eos = True
+    messages, killed = [], None
+    async for message in stub.GenerateStream(request, timeout=PATIENCE_S):
+        messages.append(message)
+        if killed is None and message.seq > 10 and (killed := await owner_of_a_run(running)):
+            killed.process.kill()
+            running.workers.remove(killed)
+    return join_messages(messages)
 
 
 async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split_and_failover() -> None:
@@ -36,7 +52,9 @@ async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split
             expected = await asyncio.to_thread(alone)
             assert len(expected) == TOKENS
             assert expected[:8] == answer.ids
-            assert await tokens(stub, running) == expected
+            answer = await failed_over(stub, running)
+            assert answer.receipt.attempts == 2
+            assert answer.ids == expected
         await asyncio.to_thread(running.settled)
 
 
