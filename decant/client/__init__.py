@@ -17,6 +17,8 @@ from decant.client.results import (
     GenerationState,
     Output,
     Receipt,
+    ToolCall,
+    ToolCallDelta,
     Transition,
     Usage,
 )
@@ -72,6 +74,8 @@ __all__ = [
     "ServiceError",
     "Stream",
     "Tls",
+    "ToolCall",
+    "ToolCallDelta",
     "Transition",
     "Unauthenticated",
     "Unavailable",

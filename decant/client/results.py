@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -34,14 +34,34 @@ class CancelStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` are JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the call with this index; the first one has `id` and `name`."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """New text and tokens of an output; `token_ids` and `logprobs` are empty unless requested."""
+    """New text, calls and tokens of an output; `token_ids` and `logprobs` are empty unless requested."""
 
     index: int
     text: str
     num_tokens: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[pb.TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +115,12 @@ class Output:
     token_ids: tuple[int, ...]
     logprobs: tuple[pb.TokenLogprob, ...]
     finished: Finished | None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a request; `text`, `token_ids`, `logprobs` and `finished` are those of its output.
+    """Result of a request; `text`, `tool_calls`, `token_ids`, `logprobs` and `finished` are those of its output.
 
     They raise ValueError where there are several: read `outputs` then.
     """
@@ -115,6 +136,10 @@ class Answer:
     @property
     def text(self) -> str:
         return only(self.outputs).text
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return only(self.outputs).tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -227,12 +252,26 @@ def plain(kind: type[_T], message: Message) -> _T:
 
 
 def delta(message: pb.Delta) -> Delta:
-    return Delta(message.index, message.text, message.num_tokens, tuple(message.token_ids), tuple(message.logprobs))
+    pieces = tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls)
+    tokens, logprobs = tuple(message.token_ids), tuple(message.logprobs)
+    return Delta(message.index, message.text, message.num_tokens, tokens, logprobs, pieces)
+
+
+def joined_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
+    """Calls of an output, from all of its deltas so far."""
+    calls: dict[int, list[ToolCallDelta]] = {}
+    for piece in (piece for delta in deltas for piece in delta.tool_calls):
+        calls.setdefault(piece.index, []).append(piece)
+    return tuple(
+        ToolCall(pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
+        for _, pieces in sorted(calls.items())
+    )
 
 
 def _output(message: pb.Output) -> Output:
     finished = finished_as(message.finished) if message.HasField("finished") else None
-    return Output(message.index, message.text, tuple(message.token_ids), tuple(message.logprobs), finished)
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
+    return Output(message.index, message.text, tuple(message.token_ids), tuple(message.logprobs), finished, calls)
 
 
 def finished_as(message: pb.Finished) -> Finished:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from decant.client import results
-from decant.client.results import Delta, Finished, Output, Receipt, Usage, only
+from decant.client.results import Delta, Finished, Output, Receipt, ToolCall, Usage, only
 from decant.protos import inference_pb2 as pb
 
 
@@ -28,6 +28,11 @@ class Transcript:
         return only(self.outputs).text if self.outputs else ""
 
     @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Calls of the output so far. Raises ValueError where there are several outputs: read `outputs` then."""
+        return only(self.outputs).tool_calls if self.outputs else ()
+
+    @property
     def finished(self) -> Finished | None:
         """End of the output, once it is known. Raises ValueError where there are several."""
         return only(self.outputs).finished if self.outputs else None
@@ -41,6 +46,7 @@ class Transcript:
                 token_ids=tuple(id for delta in deltas for id in delta.token_ids),
                 logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
                 finished=self._finished.get(index),
+                tool_calls=results.joined_calls(deltas),
             )
             for index in sorted(self._deltas.keys() | self._finished.keys())
             for deltas in [self._deltas.get(index, [])]

@@ -43,6 +43,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     prompt: opt.PromptText = None,
     address: opt.Address = None,
     chat: opt.Chat = False,
+    tools: opt.Tools = None,
     model: opt.ModelId = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,

@@ -71,8 +71,10 @@ class GenerateArgs:
 def run_command(params: dict[str, Any]) -> None:
     with one_line_errors():
         text = _read_prompt(params["prompt"])
-        prompt: Prompt = [{"role": "user", "content": text}] if params["chat"] else text
-        values = {name: _value(params.get(name)) for name in Options.__annotations__}
+        tools = _read_tools(params["tools"])
+        is_chat = params["chat"] or tools is not None
+        prompt: Prompt = [{"role": "user", "content": text}] if is_chat else text
+        values = {name: _value(params.get(name)) for name in Options.__annotations__} | {"tools": tools}
         options = cast(Options, {name: value for name, value in values.items() if value not in UNSET})
         tls, as_json = tls_from(params), params["as_json"]
         args = GenerateArgs(params["address"] or "", tls, params["timeout"], as_json, wait=params["wait"] or 0.0)
@@ -102,6 +104,20 @@ def _read_prompt(argument: str | None) -> str:
     if argument is None and sys.stdin.isatty():
         raise CommandFailed("PROMPT: a text, or '-' for standard input", status=2)
     return sys.stdin.read()
+
+
+def _read_tools(file: Path | None) -> list[Any] | None:
+    if file is None:
+        return None
+    try:
+        tools = json.loads(file.read_text())
+    except OSError as error:
+        raise CommandFailed(f"--tools: {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise CommandFailed(f"--tools: {file} is not JSON: {error}", status=2) from None
+    if not isinstance(tools, list):
+        raise CommandFailed(f"--tools: {file}: a list of tools", status=2)
+    return tools
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
@@ -186,8 +202,22 @@ def _show(stream: Stream, clock: Clock, *, as_json: bool, has_several: bool) -> 
         if not as_json and not has_several:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
-    if has_several and not as_json:
-        sys.stdout.write("\n".join(f"--- output {output.index}\n{output.text}" for output in stream.outputs))
+    if as_json:
+        return
+    if has_several:
+        sys.stdout.write("\n".join(f"--- output {output.index}\n{_shown(output)}" for output in stream.outputs))
+    elif stream.tool_calls:
+        sys.stdout.write("".join(_call_lines(stream.outputs[0])))
+
+
+def _shown(output: Output) -> str:
+    return output.text + "".join(_call_lines(output))
+
+
+def _call_lines(output: Output) -> Iterator[str]:
+    for place, call in enumerate(output.tool_calls):
+        line = f"{call.name}({call.arguments})"
+        yield f"\n{line}" if place or output.text else line
 
 
 def _print_status(line: str) -> None:
@@ -242,6 +272,7 @@ def _output(output: Output) -> dict[str, Any]:
     finished = output.finished
     return {
         "text": output.text,
+        "tool_calls": [asdict(call) for call in output.tool_calls],
         "token_ids": list(output.token_ids),
         "logprobs": [_message(logprob) for logprob in output.logprobs],
         "finish_reason": finished.reason if finished else None,

@@ -30,6 +30,9 @@ ServerName = Annotated[str | None, Option(help="Name in the server's certificate
 # generate
 PromptText = Annotated[str | None, Argument(help="Text; '-' or none: standard input.")]
 Chat = Annotated[bool, Option(help="Send PROMPT as a user's message, with the model's chat template.")]
+Tools = Annotated[
+    Path | None, Option(help="JSON file with a list of tools that the model may call; sends PROMPT as --chat does.")
+]
 ModelId = Annotated[str | None, Option(help="Model id; unset: the server's default.")]
 MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
 MinTokens = Annotated[int | None, Option(help="Minimum output tokens before the output may end.")]

@@ -11,6 +11,7 @@ from decant.router.request.token_stream import Counts, TokenStream
 from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
+from decant.router.text.tools.call_parser import Parsed, whole_calls
 from decant.runtime.errors import ServiceError
 from decant.runtime.packed import unpack
 from decant.state.owned import returns_best
@@ -22,7 +23,7 @@ MAX_DELTA_TOKENS = 1024
 class OutputReader:
     """Reader of one output: its text, from the tokens after the first ``num_read``."""
 
-    __slots__ = ("_model", "_options", "_text", "is_finished", "num_read", "output")
+    __slots__ = ("_calls", "_model", "_options", "_text", "is_finished", "num_read", "output")
 
     def __init__(self, stream: TokenStream, output: Output, model: ServedModel, num_read: int = 0) -> None:
         self.output = output
@@ -31,8 +32,9 @@ class OutputReader:
         self._model = model
         self._options = options = stream.request.output_options
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
+        self._calls = options.new_call_parser(output.index)
         if self._text is not None and num_read:
-            self._text.add(output.tokens[:num_read])
+            self._calls.add(self._text.add(output.tokens[:num_read]))
 
     @property
     def has_read_all(self) -> bool:
@@ -50,8 +52,10 @@ class OutputReader:
         delta.num_tokens = count
         delta.output_seq = self.num_read
         if self._text is not None:
-            text = self._text.add(tokens)
-            delta.text = text if read else options.echo + text
+            parsed = self._calls.add(self._text.add(tokens))
+            delta.text = parsed.text if read else options.echo + parsed.text
+            del delta.tool_calls[:]
+            delta.tool_calls.extend(parsed.calls)
         if options.token_ids:
             delta.token_ids[:] = tokens
         if options.logprobs is not None:
@@ -59,16 +63,24 @@ class OutputReader:
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
 
-    def flush_text(self) -> str:
-        """Text that was held back; called once, after the last token."""
-        return "" if self._text is None else self._text.flush()
+    def flush_text(self) -> Parsed:
+        """Text and calls that were held back; called once, after the last token."""
+        if self._text is None:
+            return Parsed()
+        parsed = self._calls.add(self._text.flush())
+        parsed.extend(self._calls.finish())
+        return parsed
 
     def all_so_far(self, index: int) -> pb.Output:
         """The output as one message: what is there now, as the output ``index`` of the answer."""
         options, tokens, finish = self._options, self.output.tokens, self.output.finish
         message = pb.Output(index=index, token_ids=tokens if options.token_ids else ())
         if self._text is not None and (tokens or finish is not None):
-            message.text = options.echo + self._text.add(tokens) + (self.flush_text() if finish is not None else "")
+            parsed = self._calls.add(self._text.add(tokens))
+            if finish is not None:
+                parsed.extend(self.flush_text())
+            message.text = options.echo + parsed.text
+            message.tool_calls.extend(whole_calls(parsed.calls))
         if options.logprobs is not None:
             message.logprobs.extend(self._logprobs(0, len(tokens)))
         if finish is not None:
@@ -131,8 +143,10 @@ class ResponseWriter:
             if finish is None or not reader.has_read_all or (is_last and meter is None):
                 continue
             reader.is_finished = True
-            if rest := reader.flush_text():
-                message.delta.CopyFrom(pb.Delta(index=reader.output.index, text=rest, output_seq=reader.num_read))
+            rest = reader.flush_text()
+            if rest.text or rest.calls:
+                index, seq = reader.output.index, reader.num_read
+                message.delta.CopyFrom(pb.Delta(index=index, text=rest.text, tool_calls=rest.calls, output_seq=seq))
                 await write(message)
             message.finished.CopyFrom(finish.finished(reader.output.index))
             if is_last and meter is not None:

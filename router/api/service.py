@@ -148,6 +148,7 @@ class InferenceService:
             default_sampling=model.default_sampling,
             revision=model.revision,
             has_chat_template=model.has_chat_template,
+            tool_call_format=model.call_format.name if model.call_format is not None else "",
         )
 
     @authenticated

@@ -38,6 +38,7 @@ from decant.router.text.output_text import OutputOptions, new_output_text
 from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.text.stop_strings import StopStrings
+from decant.router.text.tools.call_options import with_calls
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable, Unimplemented
@@ -91,6 +92,7 @@ async def validate(
     stopping = _stopping(request.stopping, model, context_length - len(prompt))
     guide = await guide_of(request, model, deadline)
     id = request.request_id or str(uuid.uuid4())
+    options = with_calls(options, request, model, id)
     engine_request = wire.EngineRequest(
         model=model.id,
         prompt=pack(prompt),

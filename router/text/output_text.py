@@ -7,13 +7,18 @@ string ends the output also where special tokens are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
 from decant.router.text.detokenizer import Detokenizer, PromptEnd
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings
+from decant.router.text.tools.call_parser import PlainText
+
+
+def _no_calls(_: int) -> PlainText:
+    return PlainText()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,10 @@ class OutputOptions:
     after: PromptEnd | None = None
     """End of the prompt that the text follows; None: the text begins by itself, as an answer in a conversation does."""
     skip_special_tokens: bool = True
+    shown_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that have text although such tokens are skipped: parts of calls."""
+    new_call_parser: Callable[[int], PlainText] = _no_calls
+    """Parser of calls in an output, by its index."""
     stops: StopStrings | None = None
     include_stop: bool = False
     min_chunk_tokens: int = 1
@@ -45,6 +54,7 @@ class OutputText:
         self._detokenizer: Detokenizer = model.token_table.detokenizer(
             skip_special_tokens=options.skip_special_tokens, after=options.after
         )
+        self._shown_tokens = options.shown_tokens
         self._remaining_tokens = stopping.max_tokens
         requested = frozenset(stopping.stop_token_ids)
         self._end_tokens = requested | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
@@ -58,9 +68,18 @@ class OutputText:
         self._remaining_tokens -= len(tokens)
         if tokens and tokens[-1] in self._end_tokens:
             visible = tokens[:-1] if tokens[-1] in self._hidden_end_tokens else tokens
-            return self._detokenizer.add(visible) + OutputText.flush(self)
-        text = self._detokenizer.add(tokens)
+            return self._decode(visible) + OutputText.flush(self)
+        text = self._decode(tokens)
         return text if self._remaining_tokens else text + OutputText.flush(self)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text, begin = "", 0
+        if self._shown_tokens:
+            for place, token in enumerate(tokens):
+                if token in self._shown_tokens:
+                    text += self._detokenizer.add(tokens[begin:place]) + self._detokenizer.flush()
+                    text, begin = text + self._shown_tokens[token], place + 1
+        return text + self._detokenizer.add(tokens[begin:])
 
     def flush(self) -> str:
         self._is_over = True

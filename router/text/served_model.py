@@ -25,6 +25,8 @@ from decant.router.text.load_tokenizer import contradictions, load_tokenizer
 from decant.router.text.template_files import DEFAULT, FOR_TOOLS, read_templates
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
+from decant.router.text.tools.call_format import CallFormat
+from decant.router.text.tools.formats import format_of
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument, NotFound, PermissionDenied
 from decant.runtime.model_files import ModelFiles, ModelUnreadable, find, read_tokenizer_config
@@ -58,6 +60,8 @@ class ServedModel:
     plain_tokenizer: PlainTokenizer = field(repr=False)
     tool_chat: ChatTemplate | None = None
     """The template of conversations with tools, if the model has one for these."""
+    call_format: CallFormat | None = None
+    """Format of calls that the template declares."""
     other_templates: tuple[str, ...] = ()
     """Names of the chat templates beside the default."""
     contradictions: tuple[str, ...] = ()
@@ -211,6 +215,7 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             default_sampling=sampling,
             chat=ChatTemplate(default, variables, added) if default else None,
             tool_chat=ChatTemplate(for_tools, variables, added) if for_tools else None,
+            call_format=format_of(for_tools or default or ""),
             other_templates=tuple(templates),
             contradictions=tuple(contradictions(files, tokenizer, config)),
             hashes=files.hashes,

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 import decant
 from decant import AsyncClient, CancelStatus, Client, FinishReason, GenerationState
-from tests.decant.scripted import Script
+from decant.protos import inference_pb2 as pb
+from tests.decant.scripted import Script, short_answer
 
 
 def test_a_stream_has_deltas_then_usage_and_receipt(client: Client) -> None:
@@ -38,6 +41,29 @@ def test_a_complete_stream_cancels_nothing(client: Client, script: Script) -> No
     client.generate("x", request_id="s")
     client.server_info()
     assert script.cancelled == []
+
+
+async def calling_answer(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+    pieces = [
+        pb.ToolCallDelta(index=0, id="c0", name="now", arguments='{"a"'),
+        pb.ToolCallDelta(index=0, arguments=": 1}"),
+        pb.ToolCallDelta(index=1, id="c1", name="now", arguments="{}"),
+    ]
+    seq = 0
+    async for message in short_answer(request, context):
+        if message.HasField("delta"):
+            message.delta.tool_calls.append(pieces[seq])
+            seq += 1
+        yield message
+
+
+def test_pieces_of_calls_are_joined(client: Client, script: Script) -> None:
+    script.answering = calling_answer
+    with client.stream([{"role": "user", "content": "x"}], tools=[{"name": "now"}]) as stream:
+        pieces = [piece for delta in stream for piece in delta.tool_calls]
+    assert pieces[1] == decant.ToolCallDelta(0, "", "", ": 1}")
+    assert stream.tool_calls == (decant.ToolCall("c0", "now", '{"a": 1}'), decant.ToolCall("c1", "now", "{}"))
+    assert stream.outputs[0].tool_calls == stream.tool_calls
 
 
 async def test_messages_may_be_a_keyword_argument(address: str, script: Script) -> None:

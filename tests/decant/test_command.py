@@ -22,12 +22,14 @@ from decant.protos import inference_pb2 as pb
 from decant.state.errors import PrivateRedisFailed
 from decant.state.private_redis import PrivateRedis
 from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, refuse, short_answer
+from tests.decant.test_client import calling_answer
 
 KEYS = {
     "request_id",
     "model",
     "seed",
     "text",
+    "tool_calls",
     "token_ids",
     "logprobs",
     "finish_reason",
@@ -238,6 +240,33 @@ def test_a_stream_that_breaks_is_resumed_and_it_says_where(address: str, script:
     script.breaks.append(break_)
     answer = json.loads(run("generate", "x", "--address", address, "--json").stdout)
     assert (answer["text"], answer["resumed_at"]) == ("abc", [address])
+
+
+def test_tools_of_a_file_are_sent_and_calls_are_shown(address: str, script: Script, tmp_path: Path) -> None:
+    script.answering = calling_answer
+    file = tmp_path / "tools.json"
+    file.write_text('[{"name": "now"}]')
+    done = run("generate", "x", "--address", address, "--tools", str(file))
+    assert done.stdout == 'abc\nnow({"a": 1})\nnow({})\n'
+    (request,) = script.requests
+    assert request.messages == pb.Messages(messages=[pb.Message(role="user", content="x")], tools=[pb.Tool(name="now")])
+    shown = json.loads(run("generate", "x", "--address", address, "--tools", str(file), "--json").stdout)
+    assert shown["tool_calls"][0] == {"id": "c0", "name": "now", "arguments": '{"a": 1}'}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), ("{", "is not JSON"), ("{}", "a list of tools")]
+)
+def test_a_file_without_tools_is_refused_in_one_line(
+    address: str, tmp_path: Path, content: str | None, message: str
+) -> None:
+    file = tmp_path / "tools.json"
+    if content is not None:
+        file.write_text(content)
+    done = run("generate", "x", "--address", address, "--tools", str(file))
+    assert done.exit_code in (1, 2)
+    assert done.stderr.startswith("decant: --tools: ")
+    assert message in done.stderr
 
 
 def test_an_invalid_address_is_refused_in_one_line() -> None:

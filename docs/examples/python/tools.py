@@ -1,0 +1,32 @@
+"""GenerateStream: the model may call tools; their results go back to it."""
+
+import json
+import os
+
+import decant
+
+ADDRESS = os.environ.get("DECANT_ADDRESS", "127.0.0.1:50051")
+
+tools = [
+    {
+        "name": "weather",
+        "description": "Today's weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+]
+messages = [{"role": "user", "content": "Is it raining in Zürich?"}]
+
+with decant.Client(ADDRESS) as client:
+    try:
+        answer = client.generate(messages, tools=tools, max_tokens=200, timeout=60)
+        if answer.tool_calls:
+            messages.append({"role": "assistant", "content": answer.text, "tool_calls": answer.tool_calls})
+        for call in answer.tool_calls:
+            print("call", call.name, call.arguments)
+            result = json.dumps({"rain": True})  # valid arguments are JSON: json.loads(call.arguments)
+            messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result})
+        if answer.tool_calls:
+            answer = client.generate(messages, tools=tools, max_tokens=200, timeout=60)
+        print(answer.text)
+    except decant.InvalidArgument as error:  # this model's template takes no tools
+        print(f"refused: {error.field}: {error.limit}, got {error.value}")

@@ -1,0 +1,94 @@
+"""Parts of which a format of calls is made, and their search in text that is still arriving."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class Part(Enum):
+    SPACE = re.compile(r"\s*")
+    NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+SPACE, NAME = Part.SPACE, Part.NAME
+
+Pattern = Sequence[str | Part]
+"""Literals, white space (none is enough) and names, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What follows a call, and the heads of the call that follows directly; none: text follows."""
+
+    pattern: Pattern
+    heads: Sequence[Pattern] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """A format of calls, whose arguments are a JSON object.
+
+    A head has the tool's name and ends with the brace that opens the arguments; or it has no name, and the brace opens
+    an object with name and arguments. Of patterns that begin alike, the longer comes first.
+
+    declared_by   texts in the chat template of a model that writes this format
+    markers       texts that begin a call; none: only the whole output can be calls
+    heads         what follows the marker
+    tails         what follows the arguments, after a head with a name
+    object_tails  what follows the object, after a head without
+    """
+
+    name: str
+    declared_by: Sequence[str]
+    markers: Sequence[str]
+    heads: Sequence[Pattern]
+    tails: Sequence[Tail]
+    object_tails: Sequence[Tail] = ()
+
+    @property
+    def literals(self) -> set[str]:
+        tails = [*self.tails, *self.object_tails]
+        patterns = [*self.heads, *(tail.pattern for tail in tails), *(head for tail in tails for head in tail.heads)]
+        return {*self.markers, *(part for pattern in patterns for part in pattern if isinstance(part, str))}
+
+
+def named_object(arguments: str) -> Pattern:
+    """Head of ``{"name": "f", ARGUMENTS: {``."""
+    begin: Pattern = (SPACE, "{", SPACE, '"name"', SPACE, ":", SPACE, '"', NAME, '"', SPACE, ",", SPACE)
+    return (*begin, f'"{arguments}"', SPACE, ":", SPACE, "{")
+
+
+OBJECT: Pattern = (SPACE, "{")
+
+
+class Match(NamedTuple):
+    """Whether a pattern is in the text; None: more text decides."""
+
+    is_there: bool | None
+    end: int = 0
+    names: tuple[str, ...] = ()
+
+
+def match(pattern: Pattern, text: str, position: int) -> Match:
+    names: tuple[str, ...] = ()
+    for part in pattern:
+        if isinstance(part, str):
+            if not text.startswith(part, position):
+                rest = text[position : position + len(part)]
+                return Match(None if part.startswith(rest) and position + len(rest) == len(text) else False)
+            position += len(part)
+            continue
+        found = part.value.match(text, position)
+        end = found.end() if found else position
+        if end == len(text):
+            return Match(None)
+        if part is NAME:
+            if found is None:
+                return Match(False)
+            names = (*names, found[0])
+        position = end
+    return Match(True, position, names)

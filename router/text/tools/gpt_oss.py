@@ -1,0 +1,22 @@
+"""GPT-OSS: a message to a function.
+
+<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
+"""
+
+from __future__ import annotations
+
+from decant.router.text.tools.call_format import NAME, SPACE, CallFormat, Pattern, Tail
+
+_TO = "to=functions."
+_MESSAGE = ("<|constrain|>json<|message|>", "json<|message|>", "<|message|>")
+_CHANNELS: tuple[Pattern, ...] = ((), ("<|channel|>commentary", SPACE))
+
+GPT_OSS = CallFormat(
+    name="gpt-oss",
+    declared_by=("<|channel|>", _TO),
+    markers=tuple(
+        start + channel + _TO for start in ("<|start|>assistant", "") for channel in ("<|channel|>commentary ", " ")
+    ),
+    heads=tuple((NAME, SPACE, *channel, message, SPACE, "{") for channel in _CHANNELS for message in _MESSAGE),
+    tails=(Tail((SPACE, "<|call|>")), Tail((SPACE,))),
+)

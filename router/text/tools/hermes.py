@@ -1,0 +1,14 @@
+"""Hermes, Qwen 2.5 and 3: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``, once for each call."""
+
+from __future__ import annotations
+
+from decant.router.text.tools.call_format import OBJECT, SPACE, CallFormat, Tail, named_object
+
+HERMES = CallFormat(
+    name="hermes",
+    declared_by=("<tool_call>", "arguments"),
+    markers=("<tool_call>",),
+    heads=(named_object("arguments"), OBJECT),
+    tails=(Tail((SPACE, "}", SPACE, "</tool_call>", SPACE)),),
+    object_tails=(Tail((SPACE, "</tool_call>", SPACE)),),
+)
