@@ -29,6 +29,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime import model_files
+from decant.runtime.background import BackgroundTask
 from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.enum_names import enum_label
 from decant.runtime.model_files import ModelFiles, ModelUnreadable
@@ -45,6 +46,7 @@ from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
+from decant.worker.health_trial import HealthTrial
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
@@ -169,7 +171,7 @@ class Worker:
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         host = await self._make_host(engine, files, server, await in_own_thread(partial(load_guides, files), device))
         await _warm_up_engine(host)
-        prefill, decode = self._open(host)
+        prefill, decode = await self._open(host)
         server.shutdown.ends_process = False
         self._parts = _Parts(host, prefill, decode, await self._register(host, files))
 
@@ -190,12 +192,16 @@ class Worker:
         host = EngineHost(engine, identity, transport, limits, guides)
         return await self._stack.enter_async_context(host)
 
-    def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
+    async def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
         host.crashes.subscribe(self._on_crash)
         WorkerMetrics(self.registry, host)
         prefill, decode = PrefillService(host), DecodeService(host)
         self._stack.push_async_callback(prefill.close)
         self._stack.push_async_callback(decode.close)
+        if seconds := self._settings.health_seconds:
+            trial = HealthTrial(host, self.readiness.mark_failed, seconds)
+            health = BackgroundTask("health trial", trial.run, self._part_failed)
+            await self._stack.enter_async_context(health)
         audit = AuditService(host, prefill, decode)
         self._deferred["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
         self._deferred["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
@@ -234,6 +240,9 @@ class Worker:
             self.readiness.mark_failed,
         )
         return await self._stack.enter_async_context(registrar)
+
+    def _part_failed(self, name: str, error: BaseException) -> None:
+        self.readiness.mark_failed(f"{name} failed")
 
     def _on_crash(self, stopped: EngineStopped) -> None:
         _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)

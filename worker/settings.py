@@ -89,6 +89,11 @@ class WorkerSettings(MemberSettings):
     lease_ms: int = Field(
         default=LEASE_MS, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"
     )
+    health_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="seconds without a step after which the worker computes a token to test itself; 0: never",
+    )
     admin_name: str | None = Field(
         default=None,
         min_length=1,

@@ -19,6 +19,7 @@ from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.worker.engine_host import EngineHost
+from decant.worker.health_trial import TRIAL
 
 RunRow = tuple[wire.Run, int, wire.RunStatus.Phase, str]
 """Run, output, phase, sequence id."""
@@ -131,5 +132,5 @@ def _unaccounted(answer: wire.AuditResponse, pool: _PoolMap, runs: Mapping[str, 
     if parts != answer.total_blocks:
         yield f"{parts} of {answer.total_blocks} blocks are accounted for"
     for owner, blocks in pool.blocks_by_owner.items():
-        if owner not in runs and not owner.startswith(lease_owner("")):
+        if owner not in runs and owner != TRIAL and not owner.startswith(lease_owner("")):
             yield f"{len(blocks)} blocks are held for {owner}, which is no run's sequence"
