@@ -8,6 +8,7 @@ from grpc_health.v1 import health_pb2
 from decant.decode_worker.main import DecodeSettings
 from decant.prefill_worker.main import PrefillSettings
 from decant.protos import inference_pb2, worker_pb2
+from decant.protos.vllm import vllm_engine_pb2
 from decant.router.settings import RouterSettings
 from decant.runtime.serving import reflection
 from docs.generate.markdown import code, head, page, table
@@ -21,13 +22,13 @@ OTHERS = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection
 
 def render() -> str:
     kinds = (
-        ("router", RouterSettings, inference_pb2.DESCRIPTOR, "clients"),
-        ("prefill worker", PrefillSettings, worker_pb2.DESCRIPTOR, "routers, workers, `decant audit`"),
-        ("decode worker", DecodeSettings, worker_pb2.DESCRIPTOR, "routers, workers, `decant audit`"),
+        ("router", RouterSettings, (inference_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR), "clients, gateways"),
+        ("prefill worker", PrefillSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, `decant audit`"),
+        ("decode worker", DecodeSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, `decant audit`"),
     )
     rows = [
-        (name, code("--port"), code(settings.model_fields["port"].default), f"gRPC: {_services(file)}", callers)
-        for name, settings, file, callers in kinds
+        (name, code("--port"), code(settings.model_fields["port"].default), f"gRPC: {_services(*files)}", callers)
+        for name, settings, files, callers in kinds
     ]
     pages = "HTTP, plaintext: `/alive`, `/ready`, `/metrics`"
     rows += [
@@ -52,5 +53,5 @@ def render() -> str:
     return page([head("Ports", "the settings classes and the descriptors"), INTRO, table(columns, rows), also])
 
 
-def _services(file: FileDescriptor) -> str:
-    return ", ".join(code(service.full_name) for service in file.services_by_name.values())
+def _services(*files: FileDescriptor) -> str:
+    return ", ".join(code(service.full_name) for file in files for service in file.services_by_name.values())

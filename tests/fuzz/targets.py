@@ -23,12 +23,15 @@ from decant.handoff.packing import TransferLayout, Unpacker, pack
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord, WorkerRegistration
+from decant.protos.vllm import vllm_engine_pb2 as vllm
 from decant.router.api import auth
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.validation import check_known, validate
 from decant.router.limits import check_size
 from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models
+from decant.router.vllm.metadata import call_metadata
+from decant.router.vllm.requests import generate_request
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import DETAILS_KEY, from_trailers, to_status
 from decant.runtime.errors import InvalidArgument, ServiceError, from_detail
@@ -63,6 +66,12 @@ GENERATE = (
         response=pb.ResponseOptions(logprobs=2, echo=True),
     ),
     pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={7: 1.5}), prompt="é" * 50, priority=3, user="someone"),
+)
+VLLM_HEAD = b"x-llm-d-inference-objective=batch\nx-llm-d-inference-ttl=1.5s\nx-llm-d-inference-fairness-id=a"
+VLLM = vllm.GenerateRequest(
+    request_id="r",
+    text="def f(x):",
+    sampling_params=vllm.SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.0, max_tokens=5, stop=["x"]),
 )
 ENGINE = wire.EngineRequest(
     model="m",
@@ -146,7 +155,15 @@ def _clients(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
             data.split(b"\r\n", 1)[0].decode("latin-1"), is_local=True
         )
 
+    def vllm_request(data: bytes) -> None:
+        head, _, body = data.partition(b"\0|\0")
+        pairs = [pair.partition("=") for pair in head.decode("latin-1").split("\n")]
+        described = call_metadata([(name, value) for name, _, value in pairs], {"batch": -1})
+        own = generate_request(vllm.GenerateRequest.FromString(body), described)
+        loop.run_until_complete(validate(own, models, context_length(CONTEXT), Deadline(), "a"))
+
     refusals = (DecodeError, ServiceError)
+    yield Target("vLLM's request", [VLLM_HEAD + b"\0|\0" + VLLM.SerializeToString()], vllm_request, refusals)
     yield Target("GenerateRequest", _serialized(*GENERATE), generate, refusals)
     yield Target(
         "TokenizeRequest", _serialized(pb.TokenizeRequest(text="def f")), call(pb.TokenizeRequest, tokenize), refusals
