@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
+from pathlib import Path
 
 from tests.deploy.rendering import ROOT, needs_kustomize, overlay, pod
 
@@ -29,6 +32,26 @@ def test_the_extras_of_the_image_exist() -> None:
     named = re.findall(r"EXTRAS=([a-z,]+)", TEXT)
     assert named == ["worker,cuda", "worker"]
     assert {extra for one in named for extra in one.split(",")} <= extras.keys()
+
+
+def test_the_builder_passes_arguments_that_the_image_has() -> None:
+    script = (ROOT / "deploy" / "build_image.sh").read_text()
+    arguments = set(re.findall(r"^ARG (\w+)", TEXT, re.MULTILINE))
+    assert set(re.findall(r"--build-arg (\w+)=", script)) == {"BASE", "EXTRAS"} <= arguments
+    assert {f"FROM {base}" for base in re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)} == {
+        "FROM ${BASE}",
+        "FROM runtime",
+    }
+
+
+def test_without_a_builder_make_image_says_what_it_needs(tmp_path: Path) -> None:
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    done = subprocess.run(
+        ["bash", ROOT / "deploy" / "build_image.sh"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "needs buildah" in done.stderr
 
 
 def test_the_entrypoint_of_the_image_is_the_command() -> None:
