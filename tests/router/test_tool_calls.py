@@ -214,7 +214,7 @@ async def test_a_response_has_calls_and_text_of_special_tokens_only_if_requested
     for skip, text in ((True, "Sure."), (False, "Sure.</s>")):
         stream, _ = await stream_of(model, output, response=pb.ResponseOptions(skip_special_tokens=skip))
         made, pieces = read(stream, model)
-        whole = OutputReader(stream, stream.outputs[0], model).all_so_far()
+        whole = OutputReader(stream, stream.outputs[0], model).all_so_far(0)
         assert (made, whole.text) == (text, text)
         assert list(whole.tool_calls) == whole_calls(pieces)
         assert [(call.name, call.arguments) for call in whole.tool_calls] == [("now", '{"a": "é😀"}')]
