@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from decant.engine.checkpoint.quantize import QUANTIZATIONS, quantize
 from decant.models import baselines, bpe, evaluate
 from decant.models.corpus import Source
 from decant.models.loop import Run
@@ -63,6 +64,7 @@ def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source]
     (out / "excerpt.txt").write_text(excerpt.text, encoding="utf-8")
     figures = {
         "loss": losses(model, tokenizer, training, held_out),
+        "quantized": quantized_losses(out, bpe.encode(tokenizer, [source.text for source in held_out])),
         "excerpt": {
             "source": excerpt.name,
             "nats_per_token": evaluate.mean_nats(model, bpe.encode(tokenizer, [excerpt.text])),
@@ -116,6 +118,16 @@ def losses(
     }
 
 
+def quantized_losses(folder: Path, documents: list[np.ndarray]) -> dict[str, float]:
+    """Nats per token of the saved model with its weights quantized."""
+    found = {}
+    for to in QUANTIZATIONS:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        quantize(model, to)
+        found[to] = evaluate.mean_nats(model, documents)
+    return found
+
+
 def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for prompt in GREEDY_PROMPTS:
@@ -166,6 +178,10 @@ def render(figures: dict[str, Any], out: Path) -> str:
     rows = [
         f"| {name} | {loss['nats_per_token'][name]:.4f} | {loss['bits_per_byte'][name]:.4f} |"
         for name in ("model", "5-gram", "unigram")
+    ]
+    rows += [
+        f"| model, `--quantize {to}` | {nats:.4f} | {nats * loss['tokens'] / loss['bytes'] / math.log(2):.4f} |"
+        for to, nats in figures["quantized"].items()
     ]
     rendered = [
         f"Seed {sample['seed']}:\n\n```python\n{sample['prompt']}{sample['text'].rstrip()}\n```"

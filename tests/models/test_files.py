@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 
@@ -81,6 +82,14 @@ def test_the_card_gives_the_measured_figures(figures):
     assert card.count("```python") == 3
     for sample in figures["samples"]:
         assert sample["prompt"] + sample["text"].rstrip() in card
+
+
+def test_quantized_weights_cost_little_quality_and_the_card_says_how_much(figures):
+    card = (models.path() / "README.md").read_text(encoding="utf-8")
+    for to, most in (("int8", 1.005), ("int4", 1.03)):
+        nats = figures["quantized"][to]
+        assert f"| model, `--quantize {to}` | {nats:.4f} |" in card
+        assert math.exp(nats - figures["loss"]["nats_per_token"]["model"]) < most
 
 
 def test_the_model_beats_counting(figures):
