@@ -118,7 +118,9 @@ def _is_forbidden(edit: Allow, scores: torch.Tensor) -> torch.Tensor:
     packed = np.invert(np.frombuffer(edit.mask, np.uint8))
     missing = max(0, len(scores) - 8 * len(packed))
     bits = np.unpackbits(packed, count=len(scores) - missing, bitorder="little")
-    return torch.from_numpy(np.pad(bits, (0, missing), constant_values=1)).to(scores.device, torch.bool)
+    if missing:
+        bits = np.pad(bits, (0, missing), constant_values=1)
+    return torch.from_numpy(bits).view(torch.bool).to(scores.device)
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
