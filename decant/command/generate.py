@@ -110,9 +110,7 @@ def _read_tools(file: Path | None) -> list[Any] | None:
     if file is None:
         return None
     try:
-        tools = json.loads(file.read_text())
-    except OSError as error:
-        raise CommandFailed(f"--tools: {file}: {error.strerror}") from None
+        tools = json.loads(_value(file))
     except ValueError as error:
         raise CommandFailed(f"--tools: {file} is not JSON: {error}", status=2) from None
     if not isinstance(tools, list):

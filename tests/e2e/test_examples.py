@@ -42,6 +42,7 @@ PRINTED = {
     "several_outputs.py": r"[012] .+\noutput 2 ends by (length|stop): .+\nthe likeliest of six: .+\n",
     "server_info.py": r"router \S+ of version .+ serves small .+\nat most 20 alternatives .+\nnot implemented: .+\n",
     "tls.py": r"over TLS: \S+\n",
+    "tools.py": r"refused: messages.tools: a model whose chat template takes tools, got small\n",
     "tokens.py": r"7 tokens: \['def', .+\]\ndef add\(a, b\):\n",
 }
 """The whole standard output of each."""
