@@ -28,12 +28,14 @@ _MAX_UINT64 = (1 << 64) - 1
 
 _NAMES = (
     ("token_ids.ids", "tokenized.input_ids"),
-    ("GenerateRequest.guided", "sampling_params.constraint"),
+    ("GuidedDecoding.", "sampling_params."),
     ("SamplingParams.", "sampling_params."),
     ("sampling.", "sampling_params."),
     ("stopping.", "sampling_params."),
     ("response.", "sampling_params."),
+    ("guided.ebnf_grammar", "sampling_params.grammar"),
     ("guided.", "sampling_params."),
+    ("guided", "sampling_params.constraint"),
     ("priority", OBJECTIVE),
     ("prompt", "text"),
 )

@@ -26,10 +26,10 @@ from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
 from tests.ports import reserved_port
 from tests.runtime.certificates import Certificates
 
-pytestmark = pytest.mark.slow
+ENVOY = Path(sysconfig.get_path("scripts"), "envoy")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ENVOY.exists(), reason="its wheel is for Linux on x86-64")]
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
-ENVOY = Path(sysconfig.get_path("scripts"), "envoy")
 PROMPT = "def total(values):\n    result = 0\n"
 LONG: Any = {"max_tokens": 600, "temperature": 0, "ignore_eos": True, "timeout": PATIENCE_S}
 STREAM = "/decant.v1.InferenceService/GenerateStream"

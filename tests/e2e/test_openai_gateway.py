@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_several_outputs_are_choices(client: OpenAI) -> None:
             streamed[choice.index] += choice.text
     assert streamed == texts
     assert answer.usage.completion_tokens == 32
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "maximum": 99}, "kind": {"enum": ["list", "dict"]}},
+    "required": ["size", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_shapes_the_answer_and_a_required_tool_is_called(client: OpenAI) -> None:
+    format: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    (choice,) = chat(client, max_tokens=200, response_format=format).choices
+    answer = json.loads(choice.message.content)
+    assert (choice.finish_reason, sorted(answer)) == ("stop", ["kind", "size"])
+    tool = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}
+    (choice,) = chat(client, max_tokens=300, tools=[tool], tool_choice="required").choices
+    (call, *_) = choice.message.tool_calls
+    assert call.function.name == "measure"
+    assert sorted(json.loads(call.function.arguments)) == ["kind", "size"]
 
 
 def test_a_chat_has_logprobs(client: OpenAI) -> None:

@@ -72,6 +72,10 @@ INVALID: dict[str, dict[str, Any]] = {
     "sampling_params.max_tokens": {"max_tokens": 0},
     "sampling_params.logit_bias[7]": {"logit_bias": {7: 1000.0}},
     "sampling_params.n": {"n": 1000},
+    "sampling_params.structural_tag": {"structural_tag": "{}"},
+    "sampling_params.regex": {"regex": "("},
+    "sampling_params.grammar": {"grammar": "start: ("},
+    "sampling_params.min_tokens": {"json_object": True, "min_tokens": 2},
 }
 
 
@@ -124,7 +128,7 @@ def test_an_unknown_field_is_refused() -> None:
 async def test_an_error_of_validation_has_the_name_that_the_client_knows(field: str) -> None:
     own = sampled(**INVALID[field])
     with pytest.raises((InvalidArgument, Unimplemented)) as error, vllm_field_names():
-        await valid(sampling=own.sampling, stopping=own.stopping)
+        await valid(sampling=own.sampling, stopping=own.stopping, guided=own.guided if own.HasField("guided") else None)
     assert error.value.field == field
     assert field in str(error.value)
 

@@ -56,7 +56,7 @@ def smg_arguments(options: argparse.Namespace, port: int, key: str) -> list[str]
         *("--control-plane-api-keys", f"up:up:admin:{key}"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port("127.0.0.1"))),
         *("--shutdown-grace-period-secs", str(round(options.drain_seconds))),
-        *("--log-level", "warn", "--log-json"),
+        *("--log-level", "error", "--log-json"),
     ]
 
 
