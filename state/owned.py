@@ -38,9 +38,7 @@ class StoredRequest:
         return self.state in ENDED
 
     def logprobs_of(self, output: int) -> Logprobs:
-        """Logprobs of the entries of one output."""
-        if all(entry.output == output for entry in self.entries):
-            return self.logprobs
+        """Logprobs of the entries of one output, as a copy: each output appends its own."""
         return self.logprobs.select([entry.output == output for entry in self.entries])
 
 

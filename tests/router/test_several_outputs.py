@@ -121,6 +121,19 @@ async def test_the_journal_gives_each_output_its_tokens_and_logprobs_back(
     assert again.length == owned.length, "nothing is written twice"
 
 
+async def test_outputs_restored_before_their_first_token_have_logprobs_of_their_own() -> None:
+    stream = await stream_of(2, response=pb.ResponseOptions(logprobs=1))
+    owned = new_record(stream.request, Incarnation("r", 1), 1)
+    restored = stream_from_store(stored(owned), stream.request)
+    restored.begin_writing()
+    for output in restored.outputs:
+        output.write(output.position, 5 + output.index, logprobs(1, 5 + output.index))
+    again = OwnedRequest.from_stored(stored(owned))
+    append_new(again, restored)
+    assert [len(output.logprobs) for output in restored.outputs] == [1, 1]
+    assert again.length == 2
+
+
 def stored(owned: OwnedRequest) -> StoredRequest:
     return StoredRequest(
         key=owned.key,
