@@ -120,7 +120,7 @@ def losses(
 
 def quantized_losses(folder: Path, documents: list[np.ndarray]) -> dict[str, float]:
     """Nats per token of the saved model with its weights quantized."""
-    found = {}
+    found: dict[str, float] = {}
     for to in QUANTIZATIONS:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         quantize(model, to)
