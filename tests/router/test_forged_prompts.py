@@ -290,6 +290,7 @@ async def test_a_token_of_unknown_origin_counts_unless_some_content_contains_it(
     assert await written(made, "x", TOKEN) == []
 
 
+@pytest.mark.slow
 async def test_roles_make_tokens_if_they_are_common_or_in_the_template():
     made = chat("{{ '<|' + messages[0].role + '|>' }}{{ '' if messages[0].role == 'end' else '' }}")
     assert [token for _, token in await written(made, "x", role="user")] == ["<|user|>"]

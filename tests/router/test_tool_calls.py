@@ -125,8 +125,9 @@ def test_what_is_no_call_stays_text_in_full(name, output):
     assert parse(form, list(output)) == (output, [])
 
 
+@pytest.mark.slow
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_no_text_is_lost_or_depends_on_its_pieces(data):
     form = data.draw(st.sampled_from(FORMATS))
     words = [*form.literals, *TOOLS, "{", "}", '"', "\\", " ", "\n", "x", '"name"', ":", ","]

@@ -197,6 +197,7 @@ async def test_a_template_that_looks_for_null_content_and_joins_arguments_gets_b
     assert made.text == 'Rain?{"city": "Zürich", "days": [1, 2]}get_weather'
 
 
+@pytest.mark.slow
 async def test_a_template_for_tools_is_used_with_tools(tmp_path):
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
     place = folder(tmp_path / "m", byte_level(), {"chat_template": named})
@@ -207,6 +208,7 @@ async def test_a_template_for_tools_is_used_with_tools(tmp_path):
         assert await ids_of(model, messages_of(plain, tools)) == expected
 
 
+@pytest.mark.slow
 async def test_parts_reach_a_template_as_it_takes_them(both, tmp_path):
     message = pb.Message(role="user", parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")])
     whole = pb.Messages(messages=[pb.Message(role="user", content="ab")])

@@ -30,6 +30,11 @@ Render = Callable[..., str | None]
 class ContentFormat:
     """Forms that a template takes, by role; other roles are as the user's."""
 
+    takes_no_content = False
+    """Whether a turn with calls alone has null as its content."""
+    takes_argument_texts = False
+    """Whether the arguments of a call are JSON, not an object."""
+
     def __init__(self, render: Render) -> None:
         self._needs_parts: dict[str, bool] = {}
         self._takes_parts: dict[str, bool] = {}
@@ -38,11 +43,12 @@ class ContentFormat:
             has_text = as_text is not None and _WORD.lower() in as_text.lower()
             self._takes_parts[role] = as_parts == as_text if has_text else _is_word_of(as_parts)
             self._needs_parts[role] = not has_text and self._takes_parts[role]
+            if as_text is None and as_parts is None and role == "user":
+                return  # it renders nothing, perhaps slowly
         hello = {"role": "user", "content": self.of_text("user", "Hello.")}
         forms = ((has_content, as_text) for has_content in (False, True) for as_text in (False, True))
         fitting = (form for form in forms if _WORD in (_with_call(render, hello, *form) or ""))
         self.takes_no_content, self.takes_argument_texts = next(fitting, (False, False))
-        """In a turn with calls alone: whether the template takes null as content, and arguments as JSON."""
 
     def of_text(self, role: str, text: str) -> Any:
         """What the template takes for a text."""
