@@ -138,11 +138,13 @@ class ResponseWriter:
     ) -> None:
         """Write the ends of outputs that were read whole; the last one with usage and receipt, which ``meter`` has."""
         left = [reader for reader in self._readers if not reader.is_finished]
-        for place, reader in enumerate(left, start=1):
-            finish, is_last = reader.output.finish, place == len(left)
+        num_left = len(left)
+        for reader in left:
+            finish, is_last = reader.output.finish, num_left == 1
             if finish is None or not reader.has_read_all or (is_last and meter is None):
                 continue
             reader.is_finished = True
+            num_left -= 1
             rest = reader.flush_text()
             if rest.text or rest.calls:
                 index, seq = reader.output.index, reader.num_read

@@ -70,6 +70,24 @@ async def test_each_output_is_whole_however_they_are_mixed_and_wherever_the_stre
     check_messages([later.messages[0], *both, *ends(later.messages)], answers)
 
 
+@pytest.mark.parametrize("short", [0, 1, 2])
+async def test_the_end_of_an_output_does_not_wait_for_the_others(short: int) -> None:
+    answers = [[5, 6] if index == short else [5, 6, 7, 8] for index in range(3)]
+    reader = Reader(await stream_of(3))
+    reader.stream.begin_writing()
+    task = asyncio.create_task(reader.read())
+    for index in (0, 1, 2) * 2:
+        write_one(reader.stream, answers, index)
+    reader.stream.notify()
+    await settle()
+    assert [message.finished.index for message in ends(reader.messages)] == [short]
+    write_in_turn(reader.stream, answers, [])
+    reader.stream.end = reader.stream.finish
+    reader.stream.notify()
+    await task
+    check_messages(reader.messages, answers)
+
+
 def write_one(stream: TokenStream, answers: list[list[int]], index: int) -> None:
     output, answer = stream.outputs[index], answers[index]
     if len(output.tokens) < len(answer):
