@@ -52,9 +52,11 @@ class DecodeLeg(Leg):
                 pool.tickets.stop_renewing(opening.ticket)
         self._subscription = RunSubscription(opening, context.unfinished, self)
         worker.session.start(self._subscription)
-        for output in context.stream.outputs:
-            if output.is_stopped_here and len(context.stream.outputs) > 1:
-                self.cancel_output(output)  # its first token, of another worker, completed a stop string
+        if isinstance(opening, wire.Start) and len(context.stream.outputs) > 1:
+            for prefix in opening.engine_request.outputs:
+                output = context.stream.outputs[prefix.output]
+                if output.is_stopped_here:  # its first token, of another worker, completed a stop string
+                    self.cancel_output(output)
 
     @property
     def has_ticket(self) -> bool:

@@ -88,7 +88,6 @@ def leaves(descriptor: Any) -> Iterator[str]:
 
 
 UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
-    "SamplingParams.n": pb.GenerateRequest(sampling=pb.SamplingParams(n=2)),
     "Tool.strict": pb.GenerateRequest(messages=pb.Messages(tools=[pb.Tool(strict=True)])),
     "ToolChoice.mode": pb.GenerateRequest(
         messages=pb.Messages(tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED))
@@ -262,6 +261,18 @@ sampled("frequency_penalty", 2.0)
 sampled("presence_penalty", 2.0)
 sampled("repetition_penalty", 3.0)
 sampled("seed", 78)
+
+
+@field("SamplingParams.n", "SamplingParams.best_of")
+async def check_outputs(stub: Stub) -> None:
+    several = pb.SamplingParams(n=3, temperature=1.0, seed=3)
+    answer = await stub.Generate(request(sampling=several), timeout=PATIENCE_S)
+    assert len({tuple(output.token_ids) for output in answer.outputs}) == 3
+    several.n, several.best_of = 1, 3
+    best = await stub.Generate(request(sampling=several), timeout=PATIENCE_S)
+    assert [output.token_ids for output in best.outputs][0] in [output.token_ids for output in answer.outputs]
+    assert len(best.outputs) == 1
+    assert best.usage.completion_tokens == answer.usage.completion_tokens
 
 
 @field("SamplingParams.logit_bias", "StoppingParams.max_tokens")

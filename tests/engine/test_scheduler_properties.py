@@ -65,7 +65,7 @@ def test_random_scripts_reach_every_finish_reason_preemptions_and_handoffs() -> 
 
 @pytest.mark.slow
 def test_forks_leak_nothing_and_end_as_if_alone() -> None:
-    worlds = [play(seed, forks=True) for seed in range(40)]
+    worlds = [play(seed, forks=True) for seed in range(60)]
     assert sum(len(machine.forked) for machine in worlds) >= 40
     assert sum(machine.joined for machine in worlds) >= 5, "forks are handed over, too"
 

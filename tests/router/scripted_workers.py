@@ -231,7 +231,8 @@ class _Handler:
     def _on_cancel(self, cancel: wire.Cancel) -> None:
         run = self._claimed(cancel.run)
         if run is None:
-            self._worker.marks.add(key_of(cancel.run))
+            if not cancel.HasField("output"):
+                self._worker.marks.add(key_of(cancel.run))
         elif cancel.HasField("output") and run.live != [cancel.output]:
             if run.is_decoding:
                 run.finish_output(cancel.output, wire.OutputEnd.REASON_CANCELLED, cancel.end_position)

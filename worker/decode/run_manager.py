@@ -59,7 +59,8 @@ class DecodeRunManager:
     def cancel(self, session: RouterSession, cancel: wire.Cancel) -> None:
         run = self.runs.get(cancel.run)
         if run is None:
-            self.runs.add_tombstone(cancel.run, self._host.lease_s)
+            if not cancel.HasField("output"):  # the run itself may still come
+                self.runs.add_tombstone(cancel.run, self._host.lease_s)
             return
         output = run.output(cancel.output) if cancel.HasField("output") else run.root
         if output is None:
