@@ -20,6 +20,7 @@ ServiceError                     any status without a subclass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol
@@ -176,8 +177,18 @@ class AlreadyExists(ServiceError):
 class OutOfRange(ServiceError):
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
         text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
+        self._set(text, ResumePoint(first_seq, last_seq))
+
+    @classmethod
+    def of_outputs(cls, sent: Sequence[int], last: ResumePoint) -> OutOfRange:
+        """Error for several outputs: of each, as many tokens were ``sent``."""
+        error = cls(sum(sent), last.first_seq, last.last_seq)
+        error._set(f"after_output_seqs: at most {list(last.output_seqs)}, got {list(sent)}", last)
+        return error
+
+    def _set(self, text: str, resume: ResumePoint) -> None:
         detail = _detail(grpc.StatusCode.OUT_OF_RANGE, Reason.SEQ_NOT_KEPT, text)
-        super().__init__(replace(detail, resume=ResumePoint(first_seq, last_seq)))
+        super().__init__(replace(detail, resume=resume))
 
 
 class Unauthenticated(ServiceError):

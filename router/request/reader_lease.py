@@ -31,7 +31,9 @@ async def wait_for_resume_point(stream: TokenStream, sent: Counts) -> None:
     if exceeds(sent, stream.counts):
         if stream.tail.may_lag_client and isinstance(stream.end, ServiceError):
             raise stream.end
-        raise OutOfRange(sum(sent), 0, stream.num_tokens)
+        if len(sent) > 1:
+            raise OutOfRange.of_outputs(sent, stream.resume_point)
+        raise OutOfRange(sent[0], 0, stream.num_tokens)
     stream.tail = AdoptedTail()
 
 

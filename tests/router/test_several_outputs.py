@@ -12,9 +12,11 @@ from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.execution.journal_writer import append_new
 from decant.router.request.output import Finish
+from decant.router.request.reader_lease import wait_for_resume_point
 from decant.router.request.stored import new_record, stream_from_store
 from decant.router.request.token_stream import TokenStream
-from decant.runtime.errors import ServiceError, from_call
+from decant.runtime.error_details import ResumePoint
+from decant.runtime.errors import OutOfRange, ServiceError, from_call
 from decant.state.ids import Incarnation
 from decant.state.logprobs import Logprobs
 from decant.state.owned import OwnedRequest, StoredRequest
@@ -150,6 +152,14 @@ async def test_outputs_restored_before_their_first_token_have_logprobs_of_their_
     append_new(again, restored)
     assert [len(output.logprobs) for output in restored.outputs] == [1, 1]
     assert again.length == 2
+
+
+async def test_a_resume_beyond_one_output_names_the_last_tokens_of_each() -> None:
+    stream = await stream_of(2)
+    write_in_turn(stream, [[5], [5, 6, 7]], [])
+    with pytest.raises(OutOfRange, match=r"after_output_seqs: at most \[1, 3\], got \[2, 0\]") as raised:
+        await wait_for_resume_point(stream, [2, 0])
+    assert raised.value.detail.resume == ResumePoint(0, 4, (1, 3))
 
 
 def stored(owned: OwnedRequest) -> StoredRequest:
