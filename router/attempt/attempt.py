@@ -54,8 +54,11 @@ class Attempt:
         with self._span:
             try:
                 finish = self._legs.finish  # the tokens of earlier attempts may be all
+                holder = self._context.current_decode_worker
                 if finish is None:
                     finish = await self._finish_of(await self._begin())
+                elif holder is not None:  # it keeps the tokens for a router that is lost, and answers with its end
+                    self._pool.cancel(holder, self._run, wire.Cancel.REASON_ATTEMPT)
                 await self._until_prompt_logprobs()
             finally:
                 trace = self._context.stream.trace

@@ -270,7 +270,7 @@ async def check_outputs(stub: Stub) -> None:
     assert len({tuple(output.token_ids) for output in answer.outputs}) == 3
     several.n, several.best_of = 1, 3
     best = await stub.Generate(request(sampling=several), timeout=PATIENCE_S)
-    assert [output.token_ids for output in best.outputs][0] in [output.token_ids for output in answer.outputs]
+    assert best.outputs[0].token_ids in [output.token_ids for output in answer.outputs]
     assert len(best.outputs) == 1
     assert best.usage.completion_tokens == answer.usage.completion_tokens
 

@@ -150,12 +150,22 @@ class World:
         properties.changes_are_in_order(ran, engine.scheduler.running, engine.scheduler.waiting, forks)
 
     def cancel(self, n: int) -> None:
-        id = _pick(self._alive(), n)
+        id = _pick([id for id in self._alive() if id not in self._committed_siblings()], n)
         if id:
             engine = self.engines[self.engine_of[id]]
             self.cancelled |= {id, *(fork.id for fork in engine.sequences[id].forks)}
             assert engine.cancel(id)
             assert not engine.cancel(id), "it was cancelled twice"
+
+    def _committed_siblings(self) -> set[str]:
+        """Sequences that move with another one whose commit is made: a receiver may have them already."""
+        return {
+            each.id
+            for id, move in self.moves.items()
+            if move.commit and id in self.engines[move.sender].sequences
+            for each in self.engines[move.sender].sequences[id].siblings
+            if each.id != id
+        }
 
     def park(self, n: int) -> None:
         id = _pick([s.id for engine in self.engines for s in engine.scheduler.running], n)

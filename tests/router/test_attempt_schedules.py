@@ -120,13 +120,20 @@ def test_an_adopted_request_survives_any_schedule(
     run(follow_adopted(case, phase, written, drains))
 
 
-async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
+def test_a_run_whose_tokens_are_all_stored_is_forgotten_where_it_ran() -> None:
+    scenario = run(follow_adopted(Case(b""), RunStatus.PHASE_ENDED, 4, None))
+    assert isinstance(scenario.stream.end, Finish)
+    assert not scenario.world.workers["d"].runs
+
+
+async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> Scenario:
     """Adopt a run in `phase` at its worker, None if unknown there, of which `written` tokens are stored."""
     scenario = Scenario(replace(case, stop_string_at=None), DECODE)
     await scenario.connect()
     world = scenario.world
     indexes = range(case.outputs)
-    written = min(written, min(len(world.answer(index)) for index in indexes) - 1)
+    shortest = min(len(world.answer(index)) for index in indexes)
+    written = min(written, shortest if phase == RunStatus.PHASE_ENDED else shortest - 1)
     before = place_run(scenario, phase, written)
     record = RequestRecord(model=MODEL, prompt_tokens=len(PROMPT))
     holder = world.workers["d"].registration.peer
@@ -151,6 +158,7 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
         scenario.faults_done = 1  # another attempt may be needed: the run is lost, or brings what it brought before
     await play(scenario, drains)
     assert isinstance(scenario.stream.end, Finish | ServiceError)
+    return scenario
 
 
 def place_run(scenario: Scenario, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
@@ -163,6 +171,9 @@ def place_run(scenario: Scenario, phase: wire.RunStatus.Phase | None, written: i
     if phase != RunStatus.PHASE_WAITING:
         found.phase, found.is_decoding = RunStatus.PHASE_RUNNING, True
         found.tokens = {index: world.answer(index)[:written] for index in found.tokens}
+    for index in found.tokens if phase == RunStatus.PHASE_ENDED else ():
+        if found.tokens[index] == world.answer(index):
+            found.finish_output(index, wire.OutputEnd.REASON_LENGTH)
     while phase == RunStatus.PHASE_ENDED and found.live:
         found.decode(found.live[0])
     return found
