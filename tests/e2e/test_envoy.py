@@ -43,6 +43,8 @@ TRAILERS = 0x80
 def running() -> Iterator[Deployment]:
     with deployment(routers=3, router=("--max-active", "1")) as made:
         yield made
+        for worker in made.workers:  # one keeps an ended run of the killed router for a lease, and would drain as long
+            worker.process.kill()
 
 
 @contextmanager
