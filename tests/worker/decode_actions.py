@@ -8,16 +8,26 @@ from functools import cache
 from decant.engine.errors import EngineError
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
+from decant.runtime.packed import unpack
+from decant.worker.wire_codec import to_requests
 from tests.worker.decode_harness import make_work, run_alone
 from tests.worker.decode_scenario import DecodeScenario
-from tests.worker.requests import to_request, tokens_of
-from tests.worker.scheduled_router import Expected
+from tests.worker.scheduled_router import Expected, ExpectedOutput
 from tests.worker.stepped_worker import LEASE_S
 
 
 @cache
-def reference_text(length: int, wanted: int, seed: int) -> list[int]:
-    return run_alone(make_work(length, wanted, seed=seed))
+def reference_text(length: int, wanted: int, seed: int, output: int) -> list[int]:
+    """Text of one output of a request, alone."""
+    work = make_work(length, wanted, seed=seed)
+    work.outputs[0].output = output
+    return run_alone(work)
+
+
+def check_is_expected(error: Exception) -> None:
+    """No schedule makes a cache corrupt."""
+    if isinstance(error, HandoffFailed) and error.cause == wire.CAUSE_CORRUPT:
+        raise AssertionError(str(error)) from error
 
 
 class RouterActions:
@@ -32,7 +42,12 @@ class RouterActions:
         if value % 11 == 0:
             work.remaining_ms = 1 + 40 * (value % 7)
         work.priority = value % 3 - 1
-        run = self.scenario.runs[ref.request] = Expected(ref, work, reference_text(length, wanted, number))
+        count = 1 + value % 3
+        work.outputs.extend(wire.OutputPrefix(output=output) for output in range(1, count))
+        outputs = {
+            output: ExpectedOutput(output, reference_text(length, wanted, number, output)) for output in range(count)
+        }
+        run = self.scenario.runs[ref.request] = Expected(ref, work, outputs)
         router = self.scenario.router_of(run)
         if not router.is_open:
             run.end = "unknown"
@@ -59,9 +74,10 @@ class RouterActions:
         if run is None:
             return
         cancel = wire.Cancel(run=run.ref, reason=[wire.Cancel.REASON_CLIENT, wire.Cancel.REASON_DEADLINE][value % 2])
-        if value % 5 == 0 and run.tokens and run.stop_position is None:
-            cancel.reason = wire.Cancel.REASON_STOP_STRING
-            cancel.end_position = run.stop_position = min(run.tokens) + value % len(run.tokens)
+        output = run.outputs[value % len(run.outputs)]
+        if value % 5 == 0 and output.tokens and output.stop_position is None:
+            cancel.reason, cancel.output = wire.Cancel.REASON_STOP_STRING, output.index
+            cancel.end_position = output.stop_position = min(output.tokens) + value % len(output.tokens)
         self.scenario.router_of(run).send(cancel=cancel)
 
     def forget(self, value: int) -> None:
@@ -72,7 +88,7 @@ class RouterActions:
     def resend(self, value: int) -> None:
         run = self.scenario.pick(value)
         if run is not None and run.end is None:
-            resume = wire.ResumePosition(position=run.prompt)
+            resume = wire.ResumePosition(output=value % len(run.outputs), position=run.prompt)
             self.scenario.router_of(run).send(resend=wire.Resend(run=run.ref, resume=resume))
 
     def adopt(self, value: int) -> None:
@@ -83,8 +99,8 @@ class RouterActions:
         if self.scenario.routers[other].is_open:
             run.owner = other
             run.ref = wire.Run(request=run.ref.request, epoch=run.ref.epoch + 1, attempt=1)
-            run.tokens.clear()
-            self.scenario.routers[other].send(adopt=wire.Adopt(run=run.ref, resume=[run.resume]))
+            run.clear()
+            self.scenario.routers[other].send(adopt=wire.Adopt(run=run.ref, resume=run.resume))
 
     def replace(self, value: int) -> None:
         run = self.scenario.pick(value)
@@ -96,8 +112,8 @@ class RouterActions:
         self.scenario.forget(run)
 
     def migrate(self, value: int) -> None:
-        run = self.scenario.pick(value)
-        if run is not None and run.end is None and not run.is_migrating:
+        run = self.scenario.pick(value, lambda run: run.end is None and not run.is_migrating)
+        if run is not None:
             self.scenario.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=value % 4 == 0))
 
     async def leave(self, value: int) -> None:
@@ -119,24 +135,28 @@ class WorkerActions:
         self.scenario = scenario
 
     def receive(self, value: int) -> None:
-        run = self.scenario.pick(value)
-        if run is not None and run.offer is not None and not run.is_migrating and run.end is None:
+        run = self.scenario.pick(value, lambda run: run.offer and run.end is None and not run.is_migrating)
+        if run is not None and run.offer is not None:
             run.is_migrating = True
             task = asyncio.create_task(self._move(run, run.offer))
             self.scenario.moves.add(task)
 
     async def _move(self, run: Expected, ticket: wire.Ticket) -> None:
-        request = to_request(f"moved/{run.ref.request}", run.work, model="m")
+        requests = to_requests(f"moved/{run.ref.request}", run.work, model="m")
+        by_index = {request.sampling.output_index: request for request in requests}
+        root, *forks = (by_index[output] for output in ticket.outputs)
         host = self.scenario.target.host
         try:
             arrival = await host.loop.call(
-                lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort()
+                lambda engine: engine.transfers.reserve(root, forks), undo=lambda _, made: made.abort()
             )
             result = await host.receiver.receive(self.scenario.target.source("d"), ticket, arrival)
-        except (HandoffFailed, SequenceAlreadyFinished, EngineError):
+        except (HandoffFailed, SequenceAlreadyFinished, EngineError) as error:
+            check_is_expected(error)
             self.scenario.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=True))
         else:
-            assert (moved := tokens_of(result)) == run.text[: len(moved)]
+            for output in result.outputs:
+                assert (moved := list(unpack(output.tokens))) == run.outputs[output.output].text[: len(moved)]
             run.end = run.end or "migrated"
             self.scenario.forget(run)
         finally:

@@ -34,8 +34,8 @@ class DecodeScenario(Scenario):
     def router_of(self, run: Expected) -> RouterClient:
         return self.routers[run.owner]
 
-    def pick(self, value: int) -> Expected | None:
-        runs = list(self.runs.values())
+    def pick(self, value: int, is_candidate: Callable[[Expected], object] = lambda _: True) -> Expected | None:
+        runs = [run for run in self.runs.values() if is_candidate(run)]
         return runs[value % len(runs)] if runs else None
 
     def forget(self, run: Expected) -> None:

@@ -20,12 +20,12 @@ class CallActions:
     def __init__(self, scenario: PrefillScenario) -> None:
         self.scenario = scenario
 
-    def _call(self, run: wire.Run, work: wire.EngineRequest, text: list[int], *, handoff: bool) -> PrefillCall:
+    def _call(self, run: wire.Run, work: wire.EngineRequest, texts: list[list[int]], *, handoff: bool) -> PrefillCall:
         node = self.scenario.node
         request = wire.PrefillRequest(
             run=run, router=ROUTER, worker=node.host.peer, engine_request=work, handoff=handoff
         )
-        self.scenario.calls.append(call := PrefillCall(node, request, text))
+        self.scenario.calls.append(call := PrefillCall(node, request, texts))
         network = self.scenario.network
         call.is_disturbed = network.breaks or not network.flows.is_set()  # a fault that waits for its fetch
         return call
@@ -39,15 +39,18 @@ class CallActions:
     def _new(self, value: int, *, handoff: bool) -> None:
         number = len(self.scenario.calls)
         length, wanted = 1 + value % 27, 1 + value % 7
-        work, text = make_work(length, wanted, seed=number), reference_text(length, wanted, number)
+        count = 1 + value % 3
+        work = make_work(length, wanted, seed=number)
+        work.outputs.extend(wire.OutputPrefix(output=output) for output in range(1, count))
+        texts = [reference_text(length, wanted, number, output) for output in range(count)]
         work.priority = value % 3 - 1
         if value % 11 == 0:
             work.remaining_ms = 1 + 60 * (value % 7)
         if value % 5 == 0:
-            work.stopping.stop_token_ids.append(text[0])
+            work.stopping.stop_token_ids.append(texts[value % count][0])
         if value % 4 == 0:
             work.prompt_logprobs = 0
-        self._call(wire.Run(request=f"t/{number}", epoch=1, attempt=1), work, text, handoff=handoff)
+        self._call(wire.Run(request=f"t/{number}", epoch=1, attempt=1), work, texts, handoff=handoff)
 
     def invalid(self, value: int) -> None:
         """Call with a token outside the vocabulary, which only the engine knows."""
@@ -62,7 +65,7 @@ class CallActions:
         if old is not None:
             run = old.request.run
             run = wire.Run(request=run.request, epoch=run.epoch + 1, attempt=len(self.scenario.calls) + 2)
-            self._call(run, old.request.engine_request, old.text, handoff=value % 3 > 0)
+            self._call(run, old.request.engine_request, old.texts, handoff=value % 3 > 0)
             await settle()
             if run.epoch == self._highest_epoch(run):
                 older = (call for call in self.scenario.calls[:-1] if call.request.run.request == run.request)
@@ -73,7 +76,7 @@ class CallActions:
         newest = self._highest_epoch(old.request.run) if old is not None else 0
         if old is not None and newest > 1:
             run = wire.Run(request=old.request.run.request, epoch=newest - 1, attempt=len(self.scenario.calls) + 2)
-            call = self._call(run, old.request.engine_request, old.text, handoff=True)
+            call = self._call(run, old.request.engine_request, old.texts, handoff=True)
             await settle()
             assert call.end == "superseded"
             assert not call.is_open

@@ -12,8 +12,10 @@ from typing import Any
 from decant.engine.errors import EngineError
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
+from decant.runtime.packed import unpack
+from decant.worker.wire_codec import to_requests
 from tests.router.virtual_time import settle
-from tests.worker.requests import to_request, tokens_of
+from tests.worker.decode_actions import check_is_expected
 from tests.worker.scenario import Scenario
 from tests.worker.stepped_worker import Node
 
@@ -21,12 +23,13 @@ from tests.worker.stepped_worker import Node
 class PrefillCall:
     """Call of a router that checks the order and content of its events."""
 
-    def __init__(self, node: Node, request: wire.PrefillRequest, text: list[int]) -> None:
+    def __init__(self, node: Node, request: wire.PrefillRequest, texts: list[list[int]]) -> None:
         self.node = node
         self.request = request
-        self.text = text
+        self.texts = texts
+        """By output."""
         self.ticket: wire.Ticket | None = None
-        self.first: wire.FirstTokens.First | None = None
+        self.first: wire.FirstTokens | None = None
         self.end: str | None = None
         """The name of the last event, "complete", or "broken"."""
         self.cause: wire.Cause | None = None
@@ -50,6 +53,10 @@ class PrefillCall:
     def has_open_fetch(self) -> bool:
         lease = self.node.host.sender.leases.find(self.ticket.id) if self.ticket else None
         return lease is not None and lease.is_opened
+
+    def ends_with_first(self, output: int) -> bool:
+        text = self.texts[output]
+        return len(text) == 1 or text[0] in self.request.engine_request.stopping.stop_token_ids
 
     async def break_off(self) -> None:
         """Break the connection. The worker frees the run at once, unless its fetch is open."""
@@ -96,9 +103,12 @@ class PrefillCall:
         assert self.first is None
         work = self.request.engine_request
         assert not work.HasField("prompt_logprobs") or self._next_logprobs == len(work.prompt) // 4
-        [self.first] = first.tokens
-        assert self.first.token == self.text[0]
-        if self.first.HasField("finished"):
+        self.first = first
+        assert [each.output for each in first.tokens] == list(range(len(self.texts)))
+        for each, text in zip(first.tokens, self.texts, strict=True):
+            assert each.token == text[0]
+            assert each.HasField("finished") == (self.ends_with_first(each.output))
+        if all(each.HasField("finished") for each in first.tokens):
             self.end = "complete"
 
     def _on_failed(self, failed: wire.Failed) -> None:
@@ -144,19 +154,25 @@ class PrefillScenario(Scenario):
 
     async def _receive(self, call: PrefillCall) -> None:
         assert call.ticket is not None
-        request = to_request(f"moved/{len(self.fetches)}", call.request.engine_request, model="m")
-        host = self.receiver.host
+        requests = to_requests(f"moved/{len(self.fetches)}", call.request.engine_request, model="m")
+        root, *forks = requests
+        host, outputs = self.receiver.host, range(len(call.texts))
         try:
             arrival = await host.loop.call(
-                lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort()
+                lambda engine: engine.transfers.reserve(root, forks), undo=lambda _, made: made.abort()
             )
             transfer = await host.receiver.receive(self.receiver.source("p"), call.ticket, arrival)
-        except (HandoffFailed, EngineError):
+        except (HandoffFailed, EngineError) as error:
+            check_is_expected(error)
             call.is_disturbed = True
         except SequenceAlreadyFinished:
-            assert call.text[0] in call.request.engine_request.stopping.stop_token_ids or len(call.text) == 1
+            assert all(call.ends_with_first(output) for output in outputs)
         else:
-            assert tokens_of(transfer) == call.text[:1]
+            committed = {each.output: each for each in transfer.outputs}
+            assert sorted(committed) == list(outputs)
+            for output, each in committed.items():
+                assert list(unpack(each.tokens)) == call.texts[output][:1]
+                assert each.HasField("finished") == call.ends_with_first(output)
 
     async def finish(self) -> None:
         self.end_faults()

@@ -20,8 +20,8 @@ from decant.runtime.protocol import PROTOCOL
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
+from decant.worker.wire_codec import to_requests
 from tests.worker.decode_harness import BLOCK, Device
-from tests.worker.requests import to_request
 
 LEASE_S = 2.0
 
@@ -132,13 +132,10 @@ class Node:
         return LocalSource(self._nodes[address], self._network)
 
     def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
-        request = to_request(f"prefill/{run.request}", work, model="m", park_after=True)
-        ticket = wire.Ticket(
-            run=run, sender=self.host.peer, address=self.host.address, layout_hash=self.host.layout_hash
-        )
-        ticket.salt, ticket.tokens = work.salt, len(request.token_ids)
-        issued = self.host.sender.issue(ticket, [request.id], request.prompt_len)
-        self.host.loop.post(lambda engine: engine.add(request))
+        root, *forks = to_requests(f"prefill/{run.request}", work, model="m", park_after=True)
+        ticket = self.host.new_ticket(run, [root, *forks], len(root.token_ids))
+        issued = self.host.sender.issue(ticket, [request.id for request in (root, *forks)], root.prompt_len)
+        self.host.loop.post(lambda engine: engine.add(root, forks))
         return issued
 
     def assert_empty(self) -> None:

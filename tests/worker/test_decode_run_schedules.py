@@ -59,3 +59,23 @@ def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_cr
 def test_a_fetched_run_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
     steps = [("deliver" if half % 2 else "step", half // 2) for half in range(60)]
     run(play([("fetch", size), *steps[:instant], (event, value), *steps[instant:]]))
+
+
+@pytest.mark.slow
+@in_many_orders
+@given(
+    st.integers(150, 255),
+    st.integers(1, 8),
+    st.integers(0, 30),
+    st.sampled_from([*MESSAGES, *FAULTS]),
+    st.integers(0, 255),
+)
+def test_a_migration_survives_one_event_at_any_instant(
+    size: int, begins: int, instant: int, event: str, value: int
+) -> None:
+    steps = [("round", 1)] * begins
+    steps += [("migrate", 1), ("round", 1), ("receive", 1)] + [
+        (("step", "deliver")[half % 2], half // 2) for half in range(30)
+    ]
+    place = min(begins + instant, len(steps))
+    run(play([("start", size), *steps[:place], (event, value), *steps[place:]]))
