@@ -155,8 +155,11 @@ class JournalWriter:
         """Append new tokens; return the requests that have something to write now."""
         now = asyncio.get_running_loop().time()
         for owned in requests:
-            if (request := self._running.get(owned)) is not None:
-                append_new(owned, request.stream)
+            if (request := self._running.get(owned)) is not None and self._is_due(owned, now):
+                try:
+                    append_new(owned, request.stream)
+                except ValueError as error:  # of this request: the others are written
+                    self._schedule_retry(request, StoreFault(str(error)))
         return [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
 
     async def _write(self, batch: Sequence[OwnedRequest], requests: Collection[OwnedRequest]) -> int | None:
@@ -178,12 +181,13 @@ class JournalWriter:
     def _handle_results(
         self, requests: Collection[OwnedRequest], failures: Mapping[OwnedRequest, WriteFailure]
     ) -> None:
+        now = asyncio.get_running_loop().time()
         for owned in requests:
             request = self._running.get(owned) or self._ended.get(owned)
             if request is None:
                 continue
             match failures.get(owned):
-                case None if not owned.needs_write:
+                case None if not owned.needs_write and self._is_due(owned, now):
                     self._faults.pop(owned, None)
                     if owned in self._ended:
                         self.forget(request)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 from redis.exceptions import OutOfMemoryError, ResponseError
+from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.journal_writer import JournalWriter
@@ -20,6 +21,7 @@ from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
 from decant.state.ids import RequestKey
+from decant.state.journal import TOKEN_LIMIT
 from decant.state.owned import OwnedRequest
 from decant.state.requests import BATCH_BYTES, BATCH_WRITES, Displaced
 from decant.state.scripts import Command
@@ -104,6 +106,18 @@ async def test_an_outage_after_the_last_write_does_not_outlast_it(store: Store, 
         await until(lambda: held[0].persisted)
         assert lost
         await until(lambda: not journal_writer.is_unavailable)
+
+
+async def test_a_request_that_no_entry_can_hold_keeps_no_other_from_being_written(store: Store) -> None:
+    requests = [make_owned(RequestKey("t", str(n))) for n in range(3)]
+    with capture_logs() as logs:
+        async with flushing(store, requests) as (_, held):
+            for each, token in zip(held, (7, TOKEN_LIMIT, 8), strict=True):
+                each.stream.outputs[0].tokens.append(token)
+            await until(lambda: [request.length for request in requests] == [1, 0, 1])
+            await until(lambda: not (requests[0].needs_write or requests[2].needs_write))
+            await asyncio.sleep(0.1)  # ten flushes: one try, and one line
+    assert [line["request_id"] for line in logs if line["log_level"] == "error"] == ["1"]
 
 
 async def test_a_round_trip_has_a_bound_in_bytes_and_in_writes(store: Store, monkeypatch: Patch) -> None:
