@@ -101,7 +101,9 @@ KvMemory = Annotated[
     str | None, Option(help="Memory for the KV cache of each worker, such as 512M or 2G; unset: a share.")
 ]
 ReadySeconds = Annotated[float, Option(min=1, help="Seconds to wait until all processes are ready.")]
-LogFormat = Annotated[str, Option(help="auto, json or console; auto: columns on a terminal, JSON elsewhere.")]
+LogFormat = Annotated[
+    str, Option(help="auto, json or console (columns); auto: progress and warnings on a terminal, JSON elsewhere.")
+]
 
 # bench and plan
 Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", show_default=False)]

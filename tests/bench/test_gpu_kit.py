@@ -99,7 +99,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("bench.gpu.ceilings.RUNS", 1)
     out = tmp_path / "out.json"
     try:
-        assert kernels.main(["--device", "cpu", "--tiny", "--json", str(out)]) == 0
+        assert kernels.main(["--device", "cpu", "--tiny", "--seconds", "1000", "--json", str(out)]) == 0
     finally:
         gc.freeze()
     rows = json.loads(out.read_text())["rows"]

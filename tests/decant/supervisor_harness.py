@@ -183,6 +183,4 @@ def stand_ins(workers: Mapping[str, str], routers: Mapping[str, str], **limits: 
 if __name__ == "__main__":
     described = json.loads(sys.argv[1])
     with one_line_errors():
-        raise SystemExit(
-            supervise(lambda url: plan(redis_url=url, **described), None, Output(sys.stdout, console=False))
-        )
+        raise SystemExit(supervise(lambda url: plan(redis_url=url, **described), None, Output(sys.stdout)))

@@ -160,7 +160,7 @@ def test_a_killed_process_is_restarted_and_reported(tmp_path: Path, name: str) -
 
 
 async def test_a_process_that_the_system_cannot_start_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = Supervisor(plan({}, ROUTER, "redis://"), Output(io.StringIO(), console=False))
+    supervisor = Supervisor(plan({}, ROUTER, "redis://"), Output(io.StringIO()))
     child = Mock(spec=Child)
     child.spec, child.address = supervisor._plan.routers[0], None
     start = AsyncMock(side_effect=[BlockingIOError("Resource temporarily unavailable"), OSError("no memory"), child])

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from decant.command.errors import CommandFailed
 from decant.command.up import checks, resources
 from decant.command.up.options import UpOptions
-from decant.command.up.output import Output
+from decant.command.up.output import Columns, Output
 from decant.command.up.plan import Plan, make_plan
+from decant.command.up.screen import Screen
 from decant.command.up.supervisor import StartFailed, Supervisor
 from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import InvalidSettings
@@ -25,9 +26,18 @@ def run(options: UpOptions) -> int:
     """
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
-    console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
     check(options)
-    return supervise(lambda url: make_plan(options, url), options.redis_url, Output(sys.stdout, console=console))
+    return supervise(lambda url: make_plan(options, url), options.redis_url, _output(options.log_format))
+
+
+def _output(log_format: str) -> Output:
+    match log_format:
+        case "console":
+            return Columns(sys.stdout)
+        case "auto" if sys.stdout.isatty():
+            return Screen(sys.stdout)
+        case _:
+            return Output(sys.stdout)
 
 
 def check(options: UpOptions) -> None:
@@ -52,6 +62,8 @@ def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Ou
         raise CommandFailed(f"Redis: {error}") from None
     except StartFailed as error:
         raise CommandFailed(str(error), status=error.status) from None
+    finally:
+        output.close()
 
 
 async def _supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:

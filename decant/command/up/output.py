@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TextIO, cast
 
+from decant.command.deployment.processes import Process
+
 _WIDTH = 10
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LEVEL_COLOURS = {"warning": 33, "error": 31, "critical": 31}
@@ -13,23 +15,29 @@ _SHOWN_APART = {"time", "level", "event", "message", "service", "module", "proce
 
 
 class Output:
-    """Output as JSON lines with ``process`` added, or as columns; nothing is written after a broken pipe."""
+    """Output as JSON lines with ``process`` added; nothing is written after a broken pipe."""
 
-    def __init__(self, out: TextIO, *, console: bool) -> None:
+    def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._console = console
-        self._colours: dict[str, int] = {}
         self._broken = False
 
     def line(self, process: str, raw: str) -> Mapping[str, Any]:
         """Write a line and return its fields. A line that is not a JSON object becomes an event."""
         fields = _fields(raw)
-        text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
-        self._write(text + "\n")
+        self._show(process, fields)
         return fields
+
+    def update(self, current: Mapping[str, Process]) -> None:
+        """Called with all processes after each change of one."""
+
+    def close(self) -> None:
+        """Called once, whatever ended the deployment."""
 
     def stream(self, process: str) -> TextIO:
         return cast(TextIO, _Lines(self, process))
+
+    def _show(self, process: str, fields: Mapping[str, Any]) -> None:
+        self._write(json.dumps({"process": process, **fields}) + "\n")
 
     def _write(self, text: str) -> None:
         if not self._broken:
@@ -39,7 +47,18 @@ class Output:
             except (BrokenPipeError, ValueError):
                 self._broken = True
 
-    def _columns(self, process: str, fields: Mapping[str, Any]) -> str:
+
+class Columns(Output):
+    """Output as columns: time, process, event and the other fields."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(out)
+        self._colours: dict[str, int] = {}
+
+    def _show(self, process: str, fields: Mapping[str, Any]) -> None:
+        self._write(self.columns(process, fields) + "\n")
+
+    def columns(self, process: str, fields: Mapping[str, Any]) -> str:
         colour = self._colours.setdefault(process, _COLOURS[len(self._colours) % len(_COLOURS)])
         level = str(fields.get("level", ""))
         event = str(fields.get("event", fields.get("message", "")))  # the gateway's own lines have a message

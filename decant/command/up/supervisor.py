@@ -152,6 +152,7 @@ class Supervisor:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            self._output.update(self._processes())
             try:
                 self._write_record()
             except CommandFailed as error:
