@@ -9,10 +9,8 @@ from decant.command import audit, generate, status
 from decant.command.deployment.deployments import Deployment
 from decant.command.deployment.temporary_deployment import temporary_deployment
 from decant.command.errors import CommandFailed
+from decant.models import PROMPT, SEED, TEMPERATURE
 
-PROMPT = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
-SEED = 2
-"""Gives a complete function with each build of the kernels."""
 LONG_PROMPT = 'class Queue:\n    """A first-in, first-out queue."""\n\n    def __init__(self):\n'
 LONG_TOKENS, KILLED_AFTER = 160, 20
 KILLED = "decode-1"
@@ -24,10 +22,11 @@ _END_SECONDS = 120.0
 def run() -> None:
     print("decant up --port 0      (a private Redis, a prefill worker, a decode worker, a router)", flush=True)
     with temporary_deployment() as running:
-        print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed {SEED} --max-tokens 60\n")
+        options = f"--temperature {TEMPERATURE} --seed {SEED} --max-tokens 60"
+        print(f"ready on {running.addresses[0]}\n\ndecant generate {options}\n")
         print(PROMPT, end="", flush=True)
         args = generate.GenerateArgs(running.addresses[0], timeout=_END_SECONDS)
-        line = generate.run(args, PROMPT, {"temperature": 0.7, "seed": SEED, "max_tokens": 60})
+        line = generate.run(args, PROMPT, {"temperature": TEMPERATURE, "seed": SEED, "max_tokens": 60})
         print(f"\n{line}")
         print("\ndecant status", flush=True)
         status.run(running.redis_url, as_json=False)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from decant.command import demo
+from decant.models import PROMPT
 from tests.decant.supervisor_harness import nothing_left
 from tests.e2e.deployment import PATIENCE_S
 
@@ -83,7 +84,7 @@ def test_the_demo_of_the_wheel_shows_it_all_and_leaves_nothing(environment: Path
     assert done.returncode == 0, done.stderr
     for part in ("def is_empty(self):", "prefill-1 -> decode-1", "adds up", demo.KILLED_MARK, demo.EQUAL):
         assert part in done.stdout
-    question = done.stdout[done.stdout.index(demo.PROMPT) :].partition("\ndecant status")[0]
+    question = done.stdout[done.stdout.index(PROMPT) :].partition("\ndecant status")[0]
     function, _, line = question.strip().rpartition("\n")
     assert ast.parse(function).body, "a whole function"
     assert re.search(r"\d+ tokens", line)

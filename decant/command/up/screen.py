@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from decant import models
 from decant.command.deployment import processes
 from decant.command.deployment.processes import Process
 from decant.command.up.output import Columns
@@ -28,6 +29,7 @@ class Screen(Columns):
     def __init__(self, out: TextIO) -> None:
         super().__init__(out)
         self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._model = ""
         self._processes: Mapping[str, Process] = {}
         self._began: dict[str, float] = {}
         self._took: dict[str, float] = {}
@@ -51,12 +53,13 @@ class Screen(Columns):
     def _show(self, process: str, fields: Mapping[str, Any]) -> None:
         match process, fields.get("event"):
             case "up", "starting":
-                self._print(f"Starting {_model_name(str(fields['model']))} (Ctrl-C ends it)\n")
+                self._model = str(fields["model"])
+                self._print(f"Starting {_model_name(self._model)} (Ctrl-C ends it)\n")
                 self._live.start()
             case "up", "ready":
                 self._end_progress()
                 self._has_started = True
-                self._print(_summary(fields))
+                self._print(_summary(self._model, fields))
             case _ if fields.get("level") in _ALWAYS_SHOWN or fields.keys() == {"event"}:
                 self._print(self.columns(process, fields), markup=False)
 
@@ -96,14 +99,21 @@ def _model_name(model: str) -> str:
     return Path(model).name if Path(model).is_dir() else model
 
 
-def _summary(fields: Mapping[str, Any]) -> str:
+def _summary(model: str, fields: Mapping[str, Any]) -> str:
     openai = f"\nOpenAI clients: [bold]{fields['openai_url']}[/bold]" if "openai_url" in fields else ""
+    prompt = _small_model_prompt() if model == str(models.path()) else '"Once upon a time"'
     return f"""
 Ready at [bold]{fields["address"]}[/bold].{openai}
 
-In a second terminal:
-  decant generate "def add(a, b):"   asks for an answer
-  decant top                         shows what each worker does
-  decant status                      shows who is there
+In a second terminal, ask for an answer, see what each worker does, or who is there:
+  decant generate {prompt}
+  decant top
+  decant status
 Log lines: decant up --log-format console. Ctrl-C ends the deployment.
 """
+
+
+def _small_model_prompt() -> str:
+    return (
+        f"$'{models.PROMPT.encode('unicode_escape').decode()}' --temperature {models.TEMPERATURE} --seed {models.SEED}"
+    )
