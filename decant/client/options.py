@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     add_generation_prompt: bool | None  # of messages, as the next two
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
     # SamplingParams
     temperature: float | None
     top_p: float | None
@@ -176,12 +177,12 @@ def _set_option(message: pb.GenerateRequest, name: str, value: object) -> None:
         raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _set_add_generation_prompt(messages: pb.Messages, value: object) -> None:
-    set_field(messages, "add_generation_prompt", value, "add_generation_prompt")
+def _field_of_messages(name: str) -> Callable[[pb.Messages, Any], None]:
+    return lambda messages, value: set_field(messages, name, value, name)
 
 
 _OF_MESSAGES: Mapping[str, Callable[[pb.Messages, Any], None]] = {
-    "add_generation_prompt": _set_add_generation_prompt,
+    **{name: _field_of_messages(name) for name in ("add_generation_prompt", "parallel_tool_calls")},
     "tools": add_tools,
     "tool_choice": set_tool_choice,
 }

@@ -44,6 +44,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     address: opt.Address = None,
     chat: opt.Chat = False,
     tools: opt.Tools = None,
+    tool_choice: opt.ToolChoice = None,
     model: opt.ModelId = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,

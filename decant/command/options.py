@@ -33,6 +33,9 @@ Chat = Annotated[bool, Option(help="Send PROMPT as a user's message, with the mo
 Tools = Annotated[
     Path | None, Option(help="JSON file with a list of tools that the model may call; sends PROMPT as --chat does.")
 ]
+ToolChoice = Annotated[
+    str | None, Option(help="auto, none, required, or the name of a tool that the model has to call; with --tools.")
+]
 ModelId = Annotated[str | None, Option(help="Model id; unset: the server's default.")]
 MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
 MinTokens = Annotated[int | None, Option(help="Minimum output tokens before the output may end.")]

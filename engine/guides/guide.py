@@ -22,20 +22,25 @@ ESCAPES = 'nrbtf\\"'
 """Letters behind a backslash in JSON strings. With ``u``, a property could be written under another spelling of its
 name, and its schema would not apply."""
 
-_JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+"""Of each schema, as llguidance takes them inside it."""
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 _REFUSED_IN_GRAMMAR = re.compile(r"%json\b|%llguidance\b|\btemperature\b(?=\s*=)")
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 class GuideKind(StrEnum):
-    """Values are the names of the fields of ``GuidedDecoding``."""
+    """Values are the names of the fields of ``GuidedDecoding``, and of workers' ``Guide``.
+
+    ANSWER is a grammar that a router made of a request's tools.
+    """
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     GRAMMAR = "ebnf_grammar"
     CHOICE = "choice"
     JSON_OBJECT = "json_object"
+    ANSWER = "answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +72,22 @@ class Guide:
 
     @property
     def field(self) -> str:
-        return f"guided.{self.kind}"
+        return "messages.tools" if self.kind is GuideKind.ANSWER else f"guided.{self.kind}"
 
     def grammar(self) -> str:
         """Grammar for ``llguidance``: its JSON. Raises InvalidRequest for what no tokenizer is needed to refuse."""
         match self.kind:
             case GuideKind.JSON_SCHEMA:
                 schema = check_schema(self.field, self.text)
-                return _grammar(json_schema={**schema, "x-guidance": _JSON_OPTIONS})
+                return _grammar(json_schema={**schema, "x-guidance": JSON_OPTIONS})
             case GuideKind.JSON_OBJECT:
-                return _grammar(json_schema={"type": "object", "x-guidance": _JSON_OPTIONS})
+                return _grammar(json_schema={"type": "object", "x-guidance": JSON_OPTIONS})
             case GuideKind.CHOICE:
-                return _grammar(lark_grammar="start: " + " | ".join(map(_literal, self.choices)))
+                return _grammar(lark_grammar="start: " + " | ".join(map(lark_literal, self.choices)))
             case GuideKind.GRAMMAR:
                 return _grammar(lark_grammar=_checked_lark(self.field, self.text))
+            case GuideKind.ANSWER:
+                return _grammar(lark_grammar=self.text)
             case GuideKind.REGEX:
                 return _regex_grammar(self.field, self.text)
 
@@ -96,7 +103,8 @@ def _check_choices(field: str, choices: Collection[str]) -> None:
         raise InvalidRequest(field, "texts of at least 1 character", "")
 
 
-def _literal(text: str) -> str:
+def lark_literal(text: str) -> str:
+    """Term of a grammar that matches a text."""
     literal = json.dumps(text, ensure_ascii=False)
     return _NOT_PRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", literal)
 

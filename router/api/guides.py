@@ -1,40 +1,70 @@
-"""Validation of GuidedDecoding."""
+"""Guide of a request: GuidedDecoding, or the grammar of an answer whose calls of tools have rules."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from decant.engine.errors import InvalidRequest
-from decant.engine.guides.guide import Guide
+from decant.engine.guides.guide import Guide, GuideKind
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.router.text.answer_grammar import CallRules, answer_grammar
+from decant.router.text.reasoning.formats import Opening, opening_of
 from decant.router.text.served_model import ServedModel
+from decant.router.text.tools.call_options import call_rules
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument
 
 
-async def guide_of(request: pb.GenerateRequest, model: ServedModel, deadline: Deadline) -> wire.Guide | None:
+async def guide_of(
+    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, deadline: Deadline
+) -> wire.Guide | None:
     """Guide of a request, of which the model's workers can compile a grammar.
 
     Raises InvalidArgument; QueueFull or DeadlineExceeded where it waits for others to be compiled.
     """
-    kind = request.guided.WhichOneof("guide")
-    if kind is None:
-        if request.HasField("guided"):
-            raise InvalidArgument("guided", "one of its fields", "none")
+    guide = _guide(request, prompt, model)
+    if guide is None:
         return None
-    _check_stopping(request.stopping)
-    try:
-        guide = Guide.of(kind, getattr(request.guided, kind))
-    except InvalidRequest as error:
-        raise InvalidArgument(error.field, error.limit, error.value) from None
+    _check_stopping(request.stopping, "messages.tools" if guide.kind is GuideKind.ANSWER else "guided")
     if model.guides is None:
-        raise InvalidArgument("guided", "unset for this model", kind)
+        raise InvalidArgument(guide.field, "unset for this model", guide.kind)
     await model.guides.check(guide, deadline)
+    if guide.kind is GuideKind.ANSWER:
+        return wire.Guide(answer=guide.text)
     return wire.Guide.FromString(request.guided.SerializeToString())
 
 
-def _check_stopping(stopping: pb.StoppingParams) -> None:
+def _guide(request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel) -> Guide | None:
+    kind = request.guided.WhichOneof("guide")
+    if kind is None and request.HasField("guided"):
+        raise InvalidArgument("guided", "one of its fields", "none")
+    rules = call_rules(request.messages, model.call_format, model.id)
+    try:
+        if rules is None:
+            return None if kind is None else Guide.of(kind, getattr(request.guided, kind))
+        if kind is not None:
+            limit = "unset where tool_choice, strict tools or parallel_tool_calls give the answer a grammar"
+            raise InvalidArgument("guided", limit, kind)
+        return Guide(GuideKind.ANSWER, _answer_grammar(rules, prompt, model))
+    except InvalidRequest as error:
+        raise InvalidArgument(error.field, error.limit, error.value) from None
+
+
+def _answer_grammar(rules: CallRules, prompt: Sequence[int], model: ServedModel) -> str:
+    reasoning, is_open = model.reasoning, False
+    if reasoning is not None:
+        opening = opening_of(reasoning, prompt, model.token_table)
+        is_open = opening is Opening.OPEN
+        reasoning = None if opening is Opening.CLOSED else reasoning
+    assert model.call_format is not None
+    return answer_grammar(model.call_format, rules, model.terms, reasoning, is_reasoning_open=is_open)
+
+
+def _check_stopping(stopping: pb.StoppingParams, field: str) -> None:
     if stopping.min_tokens:
-        limit = "0 with guided, which says where the output may end"
+        limit = f"0 with {field}, whose grammar says where the output may end"
         raise InvalidArgument("stopping.min_tokens", limit, stopping.min_tokens)
     if stopping.ignore_eos:
-        raise InvalidArgument("stopping.ignore_eos", "false with guided, after which the output ends", True)
+        limit = f"false with {field}, after whose grammar the output ends"
+        raise InvalidArgument("stopping.ignore_eos", limit, True)

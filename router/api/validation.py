@@ -50,9 +50,6 @@ LISTED_BYTES = 16 * 1024
 """Up to this size unknown fields are listed, in about ten milliseconds."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
-    "Tool.strict": lambda request: any(tool.strict for tool in request.messages.tools),
-    "ToolChoice.mode": lambda request: request.messages.tool_choice.mode == pb.ToolChoice.MODE_REQUIRED,
-    "ToolChoice.name": lambda request: request.messages.tool_choice.HasField("name"),
     "GuidedDecoding.structural_tag": lambda request: request.guided.HasField("structural_tag"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
 }
@@ -90,7 +87,7 @@ async def validate(
         echo = await _echo(request, prompt, model, end, deadline) if request.response.echo else ""
         options = replace(options, after=end, echo=echo)
     stopping = _stopping(request.stopping, model, context_length - len(prompt))
-    guide = await guide_of(request, model, deadline)
+    guide = await guide_of(request, prompt, model, deadline)
     id = request.request_id or str(uuid.uuid4())
     options = with_calls(options, request, model, id)
     engine_request = wire.EngineRequest(

@@ -23,11 +23,15 @@ def offered_tools(messages: pb.Messages) -> Sequence[pb.Tool]:
         if tool.name in names:
             raise InvalidArgument(field, "each name once", tool.name)
         names.add(tool.name)
-    if messages.HasField("tool_choice"):
-        if not messages.tools:
-            raise InvalidArgument("messages.tool_choice", "unset without tools", str(messages.tool_choice).strip())
-        if messages.tool_choice.mode not in pb.ToolChoice.Mode.values():
-            raise InvalidArgument("messages.tool_choice.mode", "a value of its enum", messages.tool_choice.mode)
+    for field in ("tool_choice", "parallel_tool_calls"):
+        if messages.HasField(field) and not messages.tools:
+            value = str(getattr(messages, field)).strip()
+            raise InvalidArgument(f"messages.{field}", "unset without tools", value)
+    choice = messages.tool_choice
+    if choice.mode not in pb.ToolChoice.Mode.values():
+        raise InvalidArgument("messages.tool_choice.mode", "a value of its enum", choice.mode)
+    if choice.HasField("name") and choice.name not in names:
+        raise InvalidArgument("messages.tool_choice.name", "the name of one of messages.tools", choice.name)
     return () if messages.tool_choice.mode == pb.ToolChoice.MODE_NONE else messages.tools
 
 

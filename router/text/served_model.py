@@ -17,11 +17,13 @@ from tokenizers import Tokenizer
 
 from decant.protos import inference_pb2 as pb
 from decant.router.limits import check_sampling
+from decant.router.text.answer_grammar import LarkTerms
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.control_tokens import InseparableTokens, PlainTokenizer, WrittenTokens, added_texts
 from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.guide_check import GuideCheck
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
+from decant.router.text.reasoning.formats import ReasoningTokens, reasoning_tokens
 from decant.router.text.template_files import DEFAULT, FOR_TOOLS, read_templates
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
@@ -62,6 +64,8 @@ class ServedModel:
     """The template of conversations with tools, if the model has one for these."""
     call_format: CallFormat | None = None
     """Format of calls that the template declares."""
+    reasoning: ReasoningTokens | None = None
+    """Markers of reasoning that the template declares."""
     other_templates: tuple[str, ...] = ()
     """Names of the chat templates beside the default."""
     contradictions: tuple[str, ...] = ()
@@ -71,10 +75,12 @@ class ServedModel:
     """None: no output is guided."""
     token_table: TokenTable = field(init=False, repr=False)
     bound: TextBound | None = field(init=False, repr=False)
+    terms: LarkTerms = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_table", make_token_table(self.tokenizer))
         object.__setattr__(self, "bound", text_bound(self.tokenizer))
+        object.__setattr__(self, "terms", LarkTerms(self.tokenizer, self.eos_token_ids))
 
     @property
     def has_chat_template(self) -> bool:
@@ -216,6 +222,7 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             chat=ChatTemplate(default, variables, added) if default else None,
             tool_chat=ChatTemplate(for_tools, variables, added) if for_tools else None,
             call_format=format_of(for_tools or default or ""),
+            reasoning=reasoning_tokens(default or "", tokenizer),
             other_templates=tuple(templates),
             contradictions=tuple(contradictions(files, tokenizer, config)),
             hashes=files.hashes,

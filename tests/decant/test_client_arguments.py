@@ -135,7 +135,10 @@ def test_every_field_of_a_request_is_an_option_of_the_same_name() -> None:
     for group in groups:
         kind: Any = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
         fields |= {field.name for field in kind.fields}
-    assert fields | {"add_generation_prompt", "tools", "tool_choice"} == Options.__annotations__.keys()
+    assert (
+        fields | {"add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls"}
+        == Options.__annotations__.keys()
+    )
 
 
 def test_help_shows_every_option_with_its_meaning() -> None:
@@ -210,6 +213,9 @@ def test_tools_and_calls_are_taken_in_the_form_of_other_clients() -> None:
     named = request(HELLO, {"tools": [function], "tool_choice": {"type": "function", "function": {"name": "now"}}})
     assert named.messages.tool_choice.name == "now"
     assert request(HELLO, {"tools": [function], "tool_choice": "now"}) == named
+    strict = request(HELLO, {"tools": [{**function, "strict": True}], "parallel_tool_calls": False}).messages
+    assert strict.tools[0].strict
+    assert strict.HasField("parallel_tool_calls")
 
 
 @pytest.mark.parametrize(

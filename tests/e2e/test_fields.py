@@ -37,6 +37,7 @@ TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}def {% endif %}"
+    "{# the format of calls: <tool_call> arguments </tool_call> #}"
 )
 CHAT = "chat"
 CHAT_CONFIG = {"chat_template": TEMPLATE, "split_special_tokens": False}
@@ -88,11 +89,6 @@ def leaves(descriptor: Any) -> Iterator[str]:
 
 
 UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
-    "Tool.strict": pb.GenerateRequest(messages=pb.Messages(tools=[pb.Tool(strict=True)])),
-    "ToolChoice.mode": pb.GenerateRequest(
-        messages=pb.Messages(tool_choice=pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED))
-    ),
-    "ToolChoice.name": pb.GenerateRequest(messages=pb.Messages(tool_choice=pb.ToolChoice(name="now"))),
     "GuidedDecoding.structural_tag": pb.GenerateRequest(guided=pb.GuidedDecoding(structural_tag="{}")),
     "GenerateRequest.lora_name": pb.GenerateRequest(lora_name="pirate"),
 }
@@ -181,6 +177,24 @@ async def _tools(stub: Stub) -> None:
     chat = request(model=CHAT)
     chat.messages.CopyFrom(pb.Messages(messages=messages, tools=tools))
     assert (await ask(stub, chat)).started.prompt_tokens == len(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+@field("Tool.strict", "ToolChoice.mode", "ToolChoice.name", "Messages.parallel_tool_calls")
+async def _calls(stub: Stub) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [17]}}, "required": ["n"], "additionalProperties": False}
+    tools = [pb.Tool(name="f", parameters=json.dumps(schema), strict=True), pb.Tool(name="g", strict=True)]
+    required = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
+    for choice, parallel, names in ((required, False, {"f", "g"}), (pb.ToolChoice(name="f"), None, {"f"})):
+        chat = request(model=CHAT, stopping=pb.StoppingParams(max_tokens=1000))
+        fields: dict[str, Any] = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+        chat.messages.CopyFrom(pb.Messages(messages=[pb.Message(role="user", content="f")], **fields))
+        (output,) = (await stub.Generate(chat, timeout=PATIENCE_S)).outputs
+        assert not output.text
+        assert {call.name for call in output.tool_calls} <= names
+        assert len(output.tool_calls) == 1 or parallel is None
+        *whole, last = output.tool_calls
+        for call in [*whole, last] if output.finished.guide_completed else whole:
+            assert json.loads(call.arguments) == ({"n": 17} if call.name == "f" else {})
 
 
 @field("GenerateRequest.parse_special_tokens")

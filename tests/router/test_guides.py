@@ -157,9 +157,10 @@ async def test_a_guide_is_complete_if_its_output_ended_with_an_end_token() -> No
 
 
 def test_public_and_internal_guides_have_the_same_fields() -> None:
-    """A router copies one to the other as bytes."""
+    """A router copies one to the other as bytes. What a router makes by itself has the last number."""
     for public, internal in ((pb.GuidedDecoding, wire.Guide), (pb.Choices, wire.Guide.Choices)):
         described = [
-            [(field.name, field.number, field.type) for field in kind.DESCRIPTOR.fields] for kind in (public, internal)
+            [(field.name, field.number, field.type) for field in kind.DESCRIPTOR.fields if field.name != "answer"]
+            for kind in (public, internal)
         ]
         assert described[0] == described[1]

@@ -20,7 +20,7 @@ from decant.router.text.served_model import ServedModel, served
 from decant.router.text.tools.call_format import CallFormat
 from decant.router.text.tools.call_parser import CallParser, Parsed, call_id, whole_calls
 from decant.router.text.tools.formats import FORMATS, format_of
-from decant.runtime.errors import InvalidArgument, Unimplemented
+from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import find
 from tests.router.chat_templates import CHATML
 from tests.router.factories import valid
@@ -260,21 +260,6 @@ async def test_stop_strings_end_an_output_before_its_calls(model_of):
     output = 'Sure. Stop.<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     stream, _ = await stream_of(model, output, stopping=pb.StoppingParams(stop=["Stop"]))
     assert read(stream, model) == ("Sure. ", [])
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"tools": [pb.Tool(name="now", strict=True)]}, "Tool.strict"),
-        ({"tool_choice": pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)}, "ToolChoice.mode"),
-        ({"tool_choice": pb.ToolChoice(name="now")}, "ToolChoice.name"),
-    ],
-)
-async def test_what_needs_a_grammar_is_refused_by_name(model_of, fields, name):
-    messages = {"messages": [pb.Message(role="user", content="x")], "tools": [TOOL], **fields}
-    with pytest.raises(Unimplemented) as refused:
-        await stream_of(model_of("qwen", "</s>"), "x", messages=pb.Messages(**messages))
-    assert refused.value.field == name
 
 
 async def test_calls_need_text(model_of):

@@ -11,22 +11,28 @@ tools = [
     {
         "name": "weather",
         "description": "Today's weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Bern", "Zürich"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,  # arguments fit the schema
     }
 ]
 messages = [{"role": "user", "content": "Is it raining in Zürich?"}]
 
 with decant.Client(ADDRESS) as client:
     try:
-        answer = client.generate(messages, tools=tools, max_tokens=200, timeout=60)
+        calling = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        answer = client.generate(messages, **calling, max_tokens=200, timeout=60)
         if answer.tool_calls:
             messages.append({"role": "assistant", "content": answer.text, "tool_calls": answer.tool_calls})
         for call in answer.tool_calls:
-            print("call", call.name, call.arguments)
-            result = json.dumps({"rain": True})  # valid arguments are JSON: json.loads(call.arguments)
+            print("call", call.name, json.loads(call.arguments))
+            result = json.dumps({"rain": True})
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result})
-        if answer.tool_calls:
-            answer = client.generate(messages, tools=tools, max_tokens=200, timeout=60)
+        answer = client.generate(messages, tools=tools, tool_choice="none", max_tokens=200, timeout=60)
         print(answer.text)
     except decant.InvalidArgument as error:  # this model's template takes no tools
         print(f"refused: {error.field}: {error.limit}, got {error.value}")

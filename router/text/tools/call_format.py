@@ -1,4 +1,4 @@
-"""Parts of which a format of calls is made, and their search in text that is still arriving."""
+"""Parts of which a format of calls is made, their search in text that is still arriving, and how calls are written."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class CallFormat:
     heads         what follows the marker
     tails         what follows the arguments, after a head with a name
     object_tails  what follows the object, after a head without
+    written       how the model writes calls where a grammar requires them
     """
 
     name: str
@@ -47,6 +48,7 @@ class CallFormat:
     markers: Sequence[str]
     heads: Sequence[Pattern]
     tails: Sequence[Tail]
+    written: WrittenCalls
     object_tails: Sequence[Tail] = ()
 
     @property
@@ -56,6 +58,11 @@ class CallFormat:
         return {*self.markers, *(part for pattern in patterns for part in pattern if isinstance(part, str))}
 
 
+def written_object(arguments: str) -> Sequence[str | Slot]:
+    """``{"name": "f", ARGUMENTS: {...}}``, as templates write it."""
+    return ('{"name": "', TOOL, f'", "{arguments}": ', ARGUMENTS, "}")
+
+
 def named_object(arguments: str) -> Pattern:
     """Head of ``{"name": "f", ARGUMENTS: {``."""
     begin: Pattern = (SPACE, "{", SPACE, '"name"', SPACE, ":", SPACE, '"', NAME, '"', SPACE, ",", SPACE)
@@ -63,6 +70,35 @@ def named_object(arguments: str) -> Pattern:
 
 
 OBJECT: Pattern = (SPACE, "{")
+
+
+class Slot(Enum):
+    """What differs between two calls."""
+
+    TOOL = "the tool's name"
+    ARGUMENTS = "the arguments, a JSON object"
+
+
+TOOL, ARGUMENTS = Slot.TOOL, Slot.ARGUMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCalls:
+    """Calls as their model writes them, for the grammar of an answer. The format's own patterns find each of them.
+
+    call        literals and slots, of one call
+    begin, end  around all calls
+    between     of two calls; None: an answer has one at most
+    text        begins an answer without calls
+    preamble    begins and ends text before calls
+    """
+
+    call: Sequence[str | Slot]
+    begin: str = ""
+    end: str = ""
+    between: str | None = ""
+    text: str = ""
+    preamble: tuple[str, str] = ("", "")
 
 
 class Match(NamedTuple):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from decant.engine.errors import InvalidRequest
+from decant.engine.guides.json_schema import check_schema
 from decant.protos import inference_pb2 as pb
+from decant.router.text.answer_grammar import CallRules
 from decant.router.text.conversation import offered_tools
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import ServedModel
@@ -38,6 +42,44 @@ def with_calls(options: OutputOptions, request: pb.GenerateRequest, model: Serve
     shown = _special_tokens(model.call_format, model) if options.skip_special_tokens else {}
     calls = CallOptions(model.call_format, tools, key, tuple(shown.values()))
     return replace(options, shown_tokens=shown, new_call_parser=calls.parser)
+
+
+def call_rules(messages: pb.Messages, form: CallFormat | None, model: str) -> CallRules | None:
+    """What an answer's calls have to be; None if the model decides that. Raises InvalidArgument."""
+    tools, choice = offered_tools(messages), messages.tool_choice
+    is_required = choice.mode == pb.ToolChoice.MODE_REQUIRED or choice.HasField("name")
+    is_single = messages.HasField("parallel_tool_calls") and not messages.parallel_tool_calls
+    strict = next((place for place, tool in enumerate(tools) if tool.strict), None)
+    if not tools or not (is_required or is_single or strict is not None):
+        return None
+    if form is None:
+        field, value = _field_of_rules(messages, is_required, strict)
+        raise InvalidArgument(field, f"a model whose template declares a format of calls, which {model} is not", value)
+    callable_ = [pair for pair in enumerate(tools) if not choice.HasField("name") or pair[1].name == choice.name]
+    return CallRules({tool.name: _arguments(place, tool) for place, tool in callable_}, is_required, not is_single)
+
+
+def _field_of_rules(messages: pb.Messages, is_required: bool, strict: int | None) -> tuple[str, object]:
+    """The field that requires a grammar, and its value."""
+    if is_required:
+        return "messages.tool_choice", str(messages.tool_choice).strip()
+    if strict is not None:
+        return f"messages.tools[{strict}].strict", True
+    return "messages.parallel_tool_calls", False
+
+
+def _arguments(place: int, tool: pb.Tool) -> Mapping[str, Any]:
+    """Schema that a call's arguments follow. Raises InvalidArgument."""
+    if not tool.strict:
+        return {"type": "object"}
+    field = f"messages.tools[{place}].parameters"
+    try:
+        schema = check_schema(field, tool.parameters or '{"properties": {}, "additionalProperties": false}')
+    except InvalidRequest as error:
+        raise InvalidArgument(error.field, error.limit, error.value) from None
+    if schema.setdefault("type", "object") != "object":
+        raise InvalidArgument(field, 'a schema of type "object"', schema["type"])
+    return schema
 
 
 def _special_tokens(form: CallFormat, model: ServedModel) -> Mapping[int, str]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from decant.router.text.tools.call_format import NAME, SPACE, CallFormat, Pattern, Tail
+from decant.router.text.tools.call_format import ARGUMENTS, NAME, SPACE, TOOL, CallFormat, Pattern, Tail, WrittenCalls
 
 _TO = "to=functions."
 _MESSAGE = ("<|constrain|>json<|message|>", "json<|message|>", "<|message|>")
@@ -19,4 +19,10 @@ GPT_OSS = CallFormat(
     ),
     heads=tuple((NAME, SPACE, *channel, message, SPACE, "{") for channel in _CHANNELS for message in _MESSAGE),
     tails=(Tail((SPACE, "<|call|>")), Tail((SPACE,))),
+    written=WrittenCalls(
+        ("<|channel|>commentary to=functions.", TOOL, " <|constrain|>json<|message|>", ARGUMENTS, "<|call|>"),
+        between=None,
+        text="<|channel|>final<|message|>",
+        preamble=("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+    ),
 )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from decant.router.text.tools.call_format import OBJECT, SPACE, CallFormat, Tail, named_object
+from decant.router.text.tools.call_format import (
+    OBJECT,
+    SPACE,
+    CallFormat,
+    Tail,
+    WrittenCalls,
+    named_object,
+    written_object,
+)
 
 HERMES = CallFormat(
     name="hermes",
@@ -11,4 +19,5 @@ HERMES = CallFormat(
     heads=(named_object("arguments"), OBJECT),
     tails=(Tail((SPACE, "}", SPACE, "</tool_call>", SPACE)),),
     object_tails=(Tail((SPACE, "</tool_call>", SPACE)),),
+    written=WrittenCalls(("<tool_call>\n", *written_object("arguments"), "\n</tool_call>"), between="\n"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decant.router.text.tools.call_format import SPACE, CallFormat, Tail, named_object
+from decant.router.text.tools.call_format import SPACE, CallFormat, Tail, WrittenCalls, named_object, written_object
 
 _CALLS = (named_object("parameters"), named_object("arguments"))
 
@@ -12,4 +12,5 @@ LLAMA = CallFormat(
     markers=(),
     heads=(*((SPACE, "<|python_tag|>", *call) for call in _CALLS), *_CALLS),
     tails=(Tail((SPACE, "}", SPACE, ";"), _CALLS), Tail((SPACE, "}", SPACE))),
+    written=WrittenCalls(written_object("parameters"), between="; "),
 )

@@ -4,7 +4,19 @@
 
 from __future__ import annotations
 
-from decant.router.text.tools.call_format import NAME, OBJECT, SPACE, CallFormat, Pattern, Tail, named_object
+from decant.router.text.tools.call_format import (
+    ARGUMENTS,
+    NAME,
+    OBJECT,
+    SPACE,
+    TOOL,
+    CallFormat,
+    Pattern,
+    Tail,
+    WrittenCalls,
+    named_object,
+    written_object,
+)
 
 _CALLS = (named_object("arguments"), OBJECT)
 _ID: Pattern = (SPACE, ",", SPACE, '"id"', SPACE, ":", SPACE, '"', NAME, '"')
@@ -17,6 +29,7 @@ MISTRAL = CallFormat(
     heads=tuple((SPACE, "[", *call) for call in _CALLS),
     tails=tuple(tail for end in _ENDS for tail in (Tail((*end, SPACE, ","), _CALLS), Tail((*end, SPACE, "]", SPACE)))),
     object_tails=(Tail((SPACE, ","), _CALLS), Tail((SPACE, "]", SPACE))),
+    written=WrittenCalls(written_object("arguments"), begin="[TOOL_CALLS] [", between=", ", end="]"),
 )
 
 MISTRAL_ARGS = CallFormat(
@@ -25,4 +38,5 @@ MISTRAL_ARGS = CallFormat(
     markers=("[TOOL_CALLS]",),
     heads=((SPACE, NAME, "[CALL_ID]", NAME, "[ARGS]", SPACE, "{"), (SPACE, NAME, "[ARGS]", SPACE, "{")),
     tails=(Tail((SPACE,)),),
+    written=WrittenCalls(("[TOOL_CALLS]", TOOL, "[ARGS]", ARGUMENTS)),
 )

@@ -11,6 +11,7 @@ from decant.engine.errors import InvalidRequest
 from decant.engine.guides.guide import MAX_CHOICES, MAX_GUIDE_BYTES, Guide, GuideKind
 from decant.engine.guides.json_schema import KEYWORDS, MAX_DEPTH
 from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
 from tests.engine.guides.tiny_tokenizer import compiler
 
 
@@ -136,4 +137,7 @@ def test_a_choice_may_have_any_characters(text: str) -> None:
 
 def test_guides_have_the_names_of_their_fields() -> None:
     names = {field.name for field in pb.GuidedDecoding.DESCRIPTOR.fields} - {"structural_tag"}
-    assert {str(kind) for kind in GuideKind} == names
+    assert {str(kind) for kind in GuideKind} == names | {"answer"}
+    assert {str(kind) for kind in GuideKind} == {field.name for field in wire.Guide.DESCRIPTOR.fields} - {
+        "structural_tag"
+    }

@@ -1,0 +1,125 @@
+"""Grammar of a whole answer, in llguidance's form of Lark: reasoning, then text or calls of tools.
+
+One grammar covers all of it, from the first token on: none begins at a marker that the model may write otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from decant.engine.guides.guide import JSON_OPTIONS, lark_literal
+from decant.router.text.reasoning.formats import ReasoningTokens
+from decant.router.text.tools.call_format import ARGUMENTS, TOOL, CallFormat, WrittenCalls
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """``arguments`` has the schema of each tool that may be called, by its name."""
+
+    arguments: Mapping[str, Mapping[str, Any]]
+    is_required: bool
+    is_parallel: bool
+
+
+class LarkTerms:
+    """Texts as terms of rules, for one tokenizer. A text that is a token of its own stands for that token alone; one of
+    an end token for nothing, since the output ends there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos: Collection[int]) -> None:
+        self.eos = sorted(eos)
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._ids = {token.content: id for id, token in added if token.special or _is_tag(token.content)}
+        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def of(self, text: str) -> str:
+        return " ".join(self._terms(text))
+
+    def _terms(self, text: str) -> Iterator[str]:
+        for part in filter(None, self._pattern.split(text)):
+            if part not in self._ids:
+                yield lark_literal(part)
+            elif self._ids[part] not in self.eos:
+                yield f"<[{self._ids[part]}]>"
+
+
+def _is_tag(text: str) -> bool:
+    """Whether llguidance takes an added token with this text for a special one."""
+    return text.startswith("<") and text.endswith(">")
+
+
+def answer_grammar(
+    form: CallFormat,
+    rules: CallRules,
+    terms: LarkTerms,
+    reasoning: ReasoningTokens | None = None,
+    *,
+    is_reasoning_open: bool = False,
+) -> str:
+    """Grammar of answers of ``form``. ``reasoning`` may come first, and does if the prompt has begun it."""
+    lines = [f"start: {'thought' if is_reasoning_open else 'thought?' if reasoning else ''} answer"]
+    if reasoning is not None:
+        lines.append(f"thought: {_thought(reasoning, terms, is_open=is_reasoning_open)}")
+    lines += _answer(form, rules, terms)
+    lines += _calls(form.written, rules, terms)
+    return "\n".join(lines) + "\n"
+
+
+def _thought(reasoning: ReasoningTokens, terms: LarkTerms, *, is_open: bool) -> str:
+    begin = "" if is_open else " ".join(f"<[{id}]>" for id in reasoning.begin)
+    others = ",".join(map(str, sorted({reasoning.begin[0], reasoning.end, *terms.eos})))
+    return f"{begin} <[^{others}]>* <[{reasoning.end}]> {terms.of(reasoning.form.then)}"
+
+
+def _answer(form: CallFormat, rules: CallRules, terms: LarkTerms) -> Iterator[str]:
+    written = form.written
+    if rules.is_required:
+        yield "answer: calls"
+        return
+    if not form.markers:
+        yield "answer: TEXT? | calls"
+        yield r"TEXT: /(?s:.+)/ & ~(/\s*/ " + f"({_any_of(['{', *_marks(form)])}) ANY)"
+    else:
+        before, behind = map(terms.of, written.preamble)
+        calls = f"({before} TEXT {behind})? calls"
+        yield f"answer: {terms.of(written.text)} TEXT? | {calls}"
+        yield f"TEXT: /(?s:.+)/ & ~(ANY ({_any_of(form.markers)}) ANY)"
+    yield "ANY: /(?s:.*)/"
+
+
+def _marks(form: CallFormat) -> list[str]:
+    """Texts before the first brace of the calls of a format without markers."""
+    return [part for head in form.heads for part in head[:2] if isinstance(part, str) and "{" not in part]
+
+
+def _any_of(texts: Collection[str]) -> str:
+    return " | ".join(map(lark_literal, dict.fromkeys(texts)))
+
+
+def _calls(written: WrittenCalls, rules: CallRules, terms: LarkTerms) -> Iterator[str]:
+    several = rules.is_parallel and written.between is not None
+    others = f"({terms.of(written.between or '')} call)*" if several else ""
+    yield f"calls: {terms.of(written.begin)} call {others} {terms.of(written.end)}"
+    yield "call: " + " | ".join(f"call_{place}" for place in range(len(rules.arguments)))
+    for place, (tool, schema) in enumerate(rules.arguments.items()):
+        yield f"call_{place}: {_call(written.call, tool, schema, terms)}"
+
+
+def _call(pattern: Sequence[object], tool: str, schema: Mapping[str, Any], terms: LarkTerms) -> str:
+    """Terms of a call. The texts around the name and the name are one text, as the tokenizer sees them."""
+    made, text = [], ""
+    for part in pattern:
+        if part is ARGUMENTS:
+            arguments = json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
+            made += [terms.of(text), f"%json {arguments}"]
+            text = ""
+        else:
+            text += tool if part is TOOL else str(part)
+    return " ".join([*made, terms.of(text)])
