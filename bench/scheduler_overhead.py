@@ -52,6 +52,7 @@ class NullDevice:
     block_bytes = 0
     lookahead = 0
     overlaps_steps = False
+    embedding_size = 0
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
     layout_hash = "null"

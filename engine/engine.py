@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from decant.engine import inspection
 from decant.engine.block_hashes import hash_blocks, root_hash
@@ -20,9 +21,17 @@ from decant.engine.errors import InvalidConfig, InvalidRequest, UnknownSequence
 from decant.engine.exports import KvTransfers
 from decant.engine.forks import check_group, link
 from decant.engine.kv_layout import longest_sequence
-from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
+from decant.engine.output import (
+    Load,
+    PromptEmbedding,
+    PromptLogprobs,
+    SequenceFinished,
+    SequenceStarted,
+    StepOutput,
+    Token,
+)
 from decant.engine.plan import Device, FurtherToken, StepResult, TokenLogprobs
-from decant.engine.request import FinishReason, Request, check_request
+from decant.engine.request import FinishReason, Request, check_embedding, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
 from decant.engine.step_queue import LaunchedStep, StepQueue
@@ -186,7 +195,9 @@ class Engine:
             # What is published when its blocks are released.
             self.evict_cached(sequence.tokens, sequence.request.salt, 0)
         for index, entries in result.prompt_logprobs.items():
-            _emit_prompt_logprobs(sequences[index], plan.rows[index].start + 1, entries, output)
+            _emit_prompt_logprobs(sequences[index], plan.rows[index].first_logprob, entries, output)
+        for index, pooled in result.pooled.items():
+            _keep_or_emit_embedding(sequences[index], plan.rows[index].end, pooled, output)
         count, known = len(sequences), result.logprobs
         logprobs = [known.get(index) for index in range(count)] if known else [None] * count
         emit, make = output.tokens.append, tuple.__new__
@@ -301,6 +312,8 @@ class Engine:
         if in_use or any(end.id == request.id for end in self._ended):
             raise InvalidRequest("id", "not in use by a live sequence", request.id)
         check_request(request, self.device.vocab_size, self.device.eos_token_ids, self.limits.context_length)
+        if request.embedding is not None:
+            check_embedding(request.embedding, self.device.embedding_size)
         self._num_added += 1
         order = priority_key(self.steps, self._num_added, request.priority)
         sequence = EngineSequence(request, order, self._clock())
@@ -319,3 +332,11 @@ def _emit_prompt_logprobs(
     if unsent:
         output.prompt_logprobs.append(PromptLogprobs(sequence.id, sequence.prompt_logprobs_sent, unsent))
         sequence.prompt_logprobs_sent += len(unsent)
+
+
+def _keep_or_emit_embedding(sequence: EngineSequence, end: int, pooled: Any, output: StepOutput) -> None:
+    if end >= sequence.request.prompt_len:
+        output.embeddings.append(PromptEmbedding(sequence.id, pooled))
+    else:
+        assert sequence.state is not None
+        sequence.state.pooled = pooled

@@ -22,9 +22,11 @@ from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import BLOCK_SIZE, FULL, Window
 from decant.engine.logits_processors import Add, Allow, Edit, Forbid, Penalise
 from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.request import EmbeddingParams
 
 SLOT_BYTES = 8
 CANDIDATES = 16
+EMBEDDING_SIZE = 8
 
 WEIGHTS = [-(rank + 1) * math.log(2) for rank in range(CANDIDATES)]
 _NORMAL = math.log(sum(math.exp(weight) for weight in WEIGHTS))
@@ -39,6 +41,7 @@ class FakeDevice:
 
     lookahead = 0
     overlaps_steps = False
+    embedding_size = EMBEDDING_SIZE
     windows: tuple[Window, ...] = (FULL,)
 
     def __init__(
@@ -88,10 +91,13 @@ class FakeDevice:
         logprobs: dict[int, TokenLogprobs] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         further: dict[int, list[FurtherToken]] = {}
+        pooled: dict[int, bytes] = {}
         for index, row in enumerate(plan.rows):
             self._fill(row)
-            if row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1:
+            if row.has_prompt_logprobs:
                 prompts[index] = self._prompt_logprobs(row)
+            if row.request.embedding is not None:
+                pooled[index] = self._embedding(row, row.request.embedding)
             if row.sample:
                 token, entry = self._next(row)
                 sampled[index] = token
@@ -99,7 +105,7 @@ class FakeDevice:
                     logprobs[index] = entry
                 if self.lookahead:
                     further[index] = self._speculate(row, token)
-        return StepResult(sampled, logprobs, prompts, further=further)
+        return StepResult(sampled, logprobs, prompts, further=further, pooled=pooled)
 
     def _next(self, row: Row) -> FurtherToken:
         likely = candidates(self._checksum(row, row.end), self.vocab_size)
@@ -151,8 +157,15 @@ class FakeDevice:
         count = row.request.prompt_logprobs or 0
         return [
             _logprobs(candidates(self._checksum(row, position), self.vocab_size), row.tokens[position], count)
-            for position in range(row.start + 1, last + 1)
+            for position in range(row.first_logprob, last + 1)
         ]
+
+    def _embedding(self, row: Row, embedding: EmbeddingParams) -> bytes:
+        """Values from all bytes that the row sees, so that a wrong block changes them."""
+        total = self._checksum(row, row.end)
+        values = [float((total >> shift & 15) - 8) for shift in range(0, 4 * EMBEDDING_SIZE, 4)][: embedding.dimensions]
+        length = math.hypot(*values) or 1.0 if embedding.normalize else 1.0
+        return struct.pack(f"<{len(values)}f", *(value / length for value in values))
 
 
 def slot_bytes(token: int, position: int, before: bytes, group: int = 0) -> bytes:

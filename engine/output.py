@@ -27,6 +27,13 @@ class PromptLogprobs(NamedTuple):
     entries: Sequence[TokenLogprobs]
 
 
+class PromptEmbedding(NamedTuple):
+    """Embedding of a sequence's prompt: its values as packed float32."""
+
+    id: str
+    values: bytes
+
+
 class SequenceFinished(NamedTuple):
     """Last event of a sequence. ``stop_token`` is set with STOP, ``detail`` with FAILED, ``fault`` if that is the
     request's.
@@ -73,6 +80,7 @@ class StepOutput:
     ended: list[SequenceFinished]
     num_tokens: int = 0
     started: list[SequenceStarted] = field(default_factory=list)
+    embeddings: list[PromptEmbedding] = field(default_factory=list)
     available_blocks: int = 0
 
 

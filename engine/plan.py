@@ -37,7 +37,17 @@ class Row(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        return chunk(self.start, self.end - self.start, all_logits=self.request.prompt_logprobs is not None)
+        return chunk(self.start, self.end - self.start, all_logits=self.has_prompt_logprobs)
+
+    @property
+    def first_logprob(self) -> int:
+        """First position whose prompt log-probability the row returns, if it returns any."""
+        return max(self.start + 1, self.request.prompt_logprobs_from)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        request = self.request
+        return request.prompt_logprobs is not None and self.first_logprob <= min(self.end, request.prompt_len - 1)
 
     def edits(self, eos: frozenset[int]) -> list[Edit]:
         """Changes of the row's logits before the draw at ``end``, in order; ``eos`` are the model's end tokens."""
@@ -86,10 +96,12 @@ class StepResult:
     """Result of a plan, by row index.
 
     sampled          None where no token was to be drawn
-    prompt_logprobs  of the prompt tokens at positions start + 1 .. end
+    prompt_logprobs  of the prompt tokens at positions ``first_logprob`` .. end
     failed           why a row has no valid draw
     further          tokens after ``sampled[i]`` (speculative decoding): at most ``Device.lookahead``, and only as many
                      as the row's blocks have slots for; KV of all new tokens but the last is in the blocks
+    pooled           of requests for an embedding: with the prompt's last token its values, as packed float32, before
+                     that what the next step finds in ``SamplerState.pooled``
     """
 
     sampled: Sequence[int | None]
@@ -97,6 +109,7 @@ class StepResult:
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
     further: Mapping[int, Sequence[FurtherToken]] = field(default_factory=dict)
+    pooled: Mapping[int, Any] = field(default_factory=dict)
 
     def without_tokens(self, failed: Mapping[int, str]) -> StepResult:
         """The result with more rows that failed."""
@@ -105,7 +118,7 @@ class StepResult:
         return replace(self, sampled=sampled, failed={**failed, **self.failed}, further=further)
 
     def select(self, rows: Sequence[int]) -> StepResult:
-        parts = (self.logprobs, self.prompt_logprobs, self.failed, self.further)
+        parts = (self.logprobs, self.prompt_logprobs, self.failed, self.further, self.pooled)
         chosen: list[dict[int, Any]] = [{at: of[row] for at, row in enumerate(rows) if row in of} for of in parts]
         return StepResult([self.sampled[row] for row in rows], *chosen)
 
@@ -178,6 +191,11 @@ class Device(Runner, BlockBytes, Protocol):
 
     @property
     def overlaps_steps(self) -> bool: ...
+
+    @property
+    def embedding_size(self) -> int:
+        """Values of an embedding; 0 if the device returns none."""
+        ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...

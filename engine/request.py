@@ -118,6 +118,27 @@ class StopParams:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos
 
 
+class Pooling(enum.Enum):
+    LAST = "last"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingParams:
+    """Embedding of a prompt from the hidden states after the model's last norm: of the last token, or their mean.
+
+    ``dimensions``: how many leading values to keep, None: all. ``normalize``: scale what is kept to length 1.
+    """
+
+    pooling: Pooling = Pooling.LAST
+    dimensions: int | None = None
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            _check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to continue.
@@ -125,6 +146,8 @@ class Request:
     token_ids         the prompt, and the output so far if another engine started the request
     prompt_tokens     how many of them are prompt; None: all
     logprobs, prompt_logprobs  alternatives per token; 0: the token's own alone; None: no log-probabilities
+    prompt_logprobs_from  first prompt position that gets log-probabilities; a prefix cache may serve those before it
+    embedding         return the prompt's embedding; with ``max_tokens`` 1 and no output yet
     salt              prefix caches of different salts are separate
     grammar           what the output's text must match; None: nothing
     park_after        output tokens after which the sequence keeps its blocks unscheduled, for a handoff; None: never
@@ -140,22 +163,23 @@ class Request:
     use_prefix_cache: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
+    embedding: EmbeddingParams | None = None
     grammar: Grammar | None = None
     park_after: int | None = None
     prompt_len: int = field(init=False, repr=False, compare=False)
     is_plain_greedy: bool = field(init=False, repr=False, compare=False)
     """Every token is the likeliest by the model's own logits."""
     needs_tokens_only: bool = field(init=False, repr=False, compare=False)
-    """``is_plain_greedy``, and without any log-probabilities."""
+    """``is_plain_greedy``, and without any log-probabilities or embedding."""
 
     def __post_init__(self) -> None:
         self._check()
         # Derived once: every step reads them of every sequence.
         object.__setattr__(self, "prompt_len", self.prompt_tokens or len(self.token_ids))
         object.__setattr__(self, "is_plain_greedy", self.sampling.is_greedy and not self.logits_processors())
-        object.__setattr__(
-            self, "needs_tokens_only", self.is_plain_greedy and self.logprobs is None and self.prompt_logprobs is None
-        )
+        more = (self.logprobs, self.prompt_logprobs, self.embedding)
+        object.__setattr__(self, "needs_tokens_only", self.is_plain_greedy and all(each is None for each in more))
 
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
         """Make what changes the logits of a draw, in the order of application: the one list of such fields."""
@@ -170,6 +194,13 @@ class Request:
         if self.grammar is not None:
             processors.append(GuideMask(self.prompt_len, self.grammar))
         return tuple(processors)
+
+    @property
+    def computes_from(self) -> int | None:
+        """First position that no prefix cache may serve, as its logits or hidden states are returned; None: any may."""
+        if not self.use_prefix_cache or (self.embedding is not None and self.embedding.pooling is Pooling.MEAN):
+            return 0
+        return None if self.prompt_logprobs is None else self.prompt_logprobs_from - 1
 
     def next_check_length(self, length: int, context_length: int) -> int:
         lengths = [context_length]
@@ -190,6 +221,9 @@ class Request:
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        _check_int("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1)
+        if self.embedding is not None and self.stop.max_tokens != 1:
+            raise InvalidRequest("max_tokens", "1 with an embedding", self.stop.max_tokens)
         if self.park_after is not None:
             _check_int("park_after", self.park_after, 1, 2**31 - 1)
         if self.grammar is not None:
@@ -218,6 +252,14 @@ def check_tokens_remain(stop: StopParams, eos: Set[int], vocabulary: int) -> Non
     if stop.min_tokens and len(forbidden) >= vocabulary:
         limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"
         raise InvalidRequest("stop_token_ids", limit, len(forbidden))
+
+
+def check_embedding(embedding: EmbeddingParams, size: int) -> None:
+    """``size``: values of an embedding, 0 if the device returns none."""
+    if not size:
+        raise InvalidRequest("pooling", "unset on this device, which returns no embeddings", embedding.pooling.value)
+    if embedding.dimensions is not None and embedding.dimensions > size:
+        raise InvalidRequest("dimensions", f"at most {size}", embedding.dimensions)
 
 
 def check_request(request: Request, vocabulary: int, eos: Set[int], context_length: int) -> None:

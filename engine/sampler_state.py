@@ -1,8 +1,9 @@
-"""State of a sequence that changes its logits; derived from request and tokens, never transferred or stored."""
+"""State of a sequence besides its KV; derived from request and tokens, never transferred or stored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from decant.engine.guides.mask import GuideMask
 from decant.engine.logits_processors import Edit
@@ -10,11 +11,15 @@ from decant.engine.request import Request
 
 
 class SamplerState:
-    """``reads_tokens``: whether the next draw depends on earlier draws. ``guide``: of a request with a grammar."""
+    """``reads_tokens``: whether the next draw depends on earlier draws. ``guide``: of a request with a grammar.
 
-    __slots__ = ("guide", "processors", "reads_tokens")
+    ``pooled``: the computed part of an embedding, as the device returned it; None: nothing is computed.
+    """
+
+    __slots__ = ("guide", "pooled", "processors", "reads_tokens")
 
     def __init__(self, request: Request) -> None:
+        self.pooled: Any = None
         self.processors = request.logits_processors()
         self.guide = next((each for each in self.processors if isinstance(each, GuideMask)), None)
         self.reads_tokens = any(processor.reads_tokens for processor in self.processors)

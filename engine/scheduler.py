@@ -238,6 +238,8 @@ class Scheduler:
         self.forks.remove(sequence)
         self.release(sequence)
         sequence.num_computed = 0
+        if sequence.state is not None:
+            sequence.state.pooled = None
         sequence.block_checksums.clear()  # blocks of the prefix cache may have other bits
         self.preemptions += 1
         sequence.timeline.preemptions += 1
@@ -268,11 +270,12 @@ class Scheduler:
         return needed <= self.limits.max_running
 
     def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """Longest cached prefix; at least the last token is left to compute."""
-        if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
-            return self.pool.index.longest_prefix([])  # cached positions have no logits
-        size = self.pool.block_size
-        return self.pool.index.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
+        """Longest cached prefix; at least the last token is left to compute, and all that return more than a token."""
+        request, size = sequence.request, self.pool.block_size
+        most = len(sequence.tokens) - 1
+        if request.computes_from is not None:
+            most = min(most, request.computes_from)
+        return self.pool.index.longest_prefix(sequence.hashes(range(most // size), size))
 
     def queued_tokens(self) -> int:
         cached = sum(self.cached_prefix(sequence).num_blocks for sequence in self.waiting[:QUEUED_PREFIX_LOOKUPS])
@@ -299,9 +302,10 @@ class _Budget:
 
     def spend(self, sequence: Sequence, slots: int) -> Row:
         request, start = sequence.request, sequence.num_scheduled
-        all_logits = request.prompt_logprobs is not None
-        tokens = self._limits.token_budget - self.tokens
-        max_tokens = min(sequence.num_schedulable - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
+        max_tokens, all_logits = min(sequence.num_schedulable - start, self._limits.token_budget - self.tokens), False
+        if request.prompt_logprobs is not None:
+            before = request.prompt_logprobs_from - 1 - start  # tokens that need no logits have rows of their own
+            max_tokens, all_logits = min(max_tokens, before if before > 0 else PROMPT_LOGPROB_CHUNK), before <= 0
         end = start + self.chunk_length(start, min(max_tokens, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
         row = Row(request, sequence.tokens, start, end, _table(sequence).blocks, sample, sequence.state)

@@ -85,14 +85,15 @@ class Sequence:
         self.tokens = list(request.token_ids)
         self.num_computed = 0
         self.in_flight: InFlight | None = None
-        self.prompt_logprobs_sent = 1
+        self.prompt_logprobs_sent = request.prompt_logprobs_from
         self.block_table: BlockTable | None = None
         self.forks: list[Sequence] = []
         self.forked_from: Sequence | None = None
         self.is_fork = False
         self.siblings: list[Sequence] = []
         self.order = order
-        self.state = None if request.is_plain_greedy else SamplerState(request)
+        has_state = not request.is_plain_greedy or request.embedding is not None
+        self.state = SamplerState(request) if has_state else None
         self.stops: Set[int] = frozenset()
         self.next_check_length = sys.maxsize
         self.block_checksums: dict[BlockAddress, int] = {}

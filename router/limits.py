@@ -17,6 +17,8 @@ MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_DETACH_TTL_MS = 3_600_000
+MAX_CONTINUATIONS = 256
+MAX_EMBED_INPUTS = 1024
 
 
 def check_sampling(params: pb.SamplingParams) -> None:
@@ -29,10 +31,13 @@ def check_sampling(params: pb.SamplingParams) -> None:
             raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)
 
 
-def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
+_Sized = pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest | pb.ScoreRequest | pb.EmbedRequest
+
+
+def check_size(request: _Sized) -> None:
     """Check the sizes of a message; call it before other checks, which are slow on large messages."""
     check_count(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
-    if not isinstance(request, pb.DetokenizeRequest):
+    if isinstance(request, pb.GenerateRequest | pb.TokenizeRequest):
         check_count("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
 
 
@@ -65,4 +70,6 @@ def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int
         result_ttl_ms=result_ttl_ms,
         max_queued_requests=max_queued_requests,
         max_messages=MAX_MESSAGES,
+        max_continuations=MAX_CONTINUATIONS,
+        max_embed_inputs=MAX_EMBED_INPUTS,
     )

@@ -22,6 +22,7 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
 from decant.router.api.generation_calls import GenerationCalls
+from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
@@ -30,6 +31,7 @@ from decant.router.execution.requests_page import requests_page
 from decant.router.execution.result_memory import ResultMemory
 from decant.router.execution.services import RouterServices
 from decant.router.limits import limits
+from decant.router.prompt_runs.runner import PromptRunner
 from decant.router.recovery.open_requests import OpenEntries
 from decant.router.recovery.registration import RouterRegistrar
 from decant.router.recovery.restore import make_request_restorer
@@ -150,9 +152,12 @@ class RouterProcess:
         self.registry.pages["/requests"] = self._requests_page
         info = self._server_info(settings)
         calls = GenerationCalls(models, self.requests, metrics, timings.unread_s)
+        prompts = PromptCalls(self.requests, PromptRunner(router), metrics)
         self.services = (
-            InferenceService(calls, self.requests, info, callers).service(),
-            VllmEngineService(calls, self.requests, self._engine_info(), callers, settings.priorities).service(),
+            InferenceService(calls, self.requests, info, callers, prompts).service(),
+            VllmEngineService(
+                calls, self.requests, self._engine_info(), callers, settings.priorities, prompts
+            ).service(),
         )
         self._settings = settings
         self._timings = timings

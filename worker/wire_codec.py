@@ -7,7 +7,7 @@ from decant.engine.errors import InvalidRequest
 from decant.engine.guides.compiler import Grammar, GrammarCompiler
 from decant.engine.guides.guide import Guide
 from decant.engine.plan import TokenLogprobs
-from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
+from decant.engine.request import EmbeddingParams, FinishReason, Pooling, Request, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
 from decant.runtime import priority
 from decant.runtime.packed import unpack
@@ -24,6 +24,7 @@ _FIELDS = {
     "ignore_eos": "stopping.ignore_eos",
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias")
+_POOLINGS = {wire.Embedding.POOLING_LAST: Pooling.LAST, wire.Embedding.POOLING_MEAN: Pooling.MEAN}
 _ENDS = {
     FinishReason.STOP: wire.OutputEnd.REASON_STOP,
     FinishReason.LENGTH: wire.OutputEnd.REASON_LENGTH,
@@ -80,6 +81,8 @@ def to_requests(
             use_prefix_cache=not message.bypass_prefix_cache,
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            prompt_logprobs_from=max(1, message.prompt_logprobs_from),
+            embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
             grammar=_grammar(message.guide, guides),
         )
         return [_output_request(whole, prefix, place, park_after) for place, prefix in enumerate(message.outputs)]
@@ -107,6 +110,13 @@ def _grammar(message: wire.Guide, guides: GrammarCompiler | None) -> Grammar | N
     return guides.grammar(Guide.of(kind, getattr(message, kind)))
 
 
+def _embedding(message: wire.Embedding) -> EmbeddingParams:
+    if message.pooling not in _POOLINGS:
+        raise RequestRejected.because("pooling", NOT_SUPPORTED, message.pooling, wire.CAUSE_UNSUPPORTED)
+    dimensions = message.dimensions if message.HasField("dimensions") else None
+    return EmbeddingParams(_POOLINGS[message.pooling], dimensions, message.normalize)
+
+
 def _check_supported(message: wire.EngineRequest, model: str, unsupported: Collection[str]) -> None:
     if message.model != model:
         raise RequestRejected.because(
@@ -115,6 +125,8 @@ def _check_supported(message: wire.EngineRequest, model: str, unsupported: Colle
     indexes = [prefix.output for prefix in message.outputs]
     if not indexes or len(set(indexes)) < len(indexes):
         raise RequestRejected.because("outputs", "at least one, each once", indexes)
+    if message.HasField("embedding") and len(indexes) > 1:
+        raise RequestRejected.because("outputs", "one with an embedding", len(indexes))
     for field in ("adapter", *unsupported):
         if getattr(message, field) != getattr(wire.EngineRequest(), field):
             raise RequestRejected.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -20,6 +20,7 @@ from decant.client.options import (
     named_request,
     tokenize_request,
 )
+from decant.client.prompt_requests import EmbedOptions, ScoreOptions, Text, embed_request, score_request
 from decant.client.results import Answer, CancelStatus, Generation
 from decant.client.routers import AsyncRouters
 from decant.client.streams import AsyncStream
@@ -140,6 +141,41 @@ class AsyncClient:
         """
         request = fill(pb.CancelGenerationRequest(), request_id=request_id)
         return results.cancel_status(await self._call("CancelGeneration", request))
+
+    async def score(
+        self,
+        prompt: Text,
+        continuations: Iterable[Text],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the call's deadline: it travels to the workers
+        **options: Unpack[ScoreOptions],
+    ) -> pb.ScoreResponse:
+        """See `decant.Client.score`.
+
+        >>> response = await client.score("2 + 2 =", [" 4", " 5"])
+        >>> [score.logprob for score in response.scores]
+        [-0.5, -3.0]
+        >>> [(token.token, token.logprob, token.rank) for token in response.scores[0].tokens]
+        [(' 4', -0.5, 1)]
+        """
+        request = score_request(prompt, continuations, options)
+        return cast(pb.ScoreResponse, await self._routers.call("Score", request, timeout))
+
+    async def embed(
+        self,
+        inputs: str | Iterable[Text],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the call's deadline: it travels to the workers
+        **options: Unpack[EmbedOptions],
+    ) -> pb.EmbedResponse:
+        """See `decant.Client.embed`.
+
+        >>> response = await client.embed(["def add", "import os"], pooling="mean")
+        >>> [list(embedding.values) for embedding in response.embeddings]
+        [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, -0.5]]
+        """
+        request = embed_request(inputs, options)
+        return cast(pb.EmbedResponse, await self._routers.call("Embed", request, timeout))
 
     async def tokenize(
         self,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -20,6 +20,7 @@ from decant.client.options import (
     named_request,
     tokenize_request,
 )
+from decant.client.prompt_requests import EmbedOptions, ScoreOptions, Text, embed_request, score_request
 from decant.client.results import Answer, CancelStatus, Generation
 from decant.client.routers import Routers
 from decant.client.streams import Stream
@@ -157,6 +158,43 @@ class Client:
         """
         request = fill(pb.CancelGenerationRequest(), request_id=request_id)
         return results.cancel_status(self._call("CancelGeneration", request))
+
+    def score(
+        self,
+        prompt: Text,
+        continuations: Iterable[Text],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> pb.ScoreResponse:
+        """Log-probability of each continuation after the prompt, which is computed once. Texts, or token ids.
+        `logprobs` is the number of alternatives for each token. `timeout` is the call's deadline in seconds.
+
+        >>> response = client.score("2 + 2 =", [" 4", " 5"])
+        >>> [score.logprob for score in response.scores]
+        [-0.5, -3.0]
+        >>> [(token.token, token.logprob, token.rank) for token in response.scores[0].tokens]
+        [(' 4', -0.5, 1)]
+        """
+        request = score_request(prompt, continuations, options)
+        return cast(pb.ScoreResponse, self._routers.call("Score", request, timeout))
+
+    def embed(
+        self,
+        inputs: str | Iterable[Text],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> pb.EmbedResponse:
+        """Embeddings of a text or of several; an input may also be token ids. `pooling` is "last", the default,
+        or "mean". `timeout` is the call's deadline in seconds.
+
+        >>> response = client.embed(["def add", "import os"], pooling="mean")
+        >>> [list(embedding.values) for embedding in response.embeddings]
+        [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, -0.5]]
+        """
+        request = embed_request(inputs, options)
+        return cast(pb.EmbedResponse, self._routers.call("Embed", request, timeout))
 
     def tokenize(
         self,

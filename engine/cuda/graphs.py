@@ -28,7 +28,6 @@ from decant.engine.cuda.static_attention import MOST_STATES, GraphMemory, StateB
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.runner import needs_prompt_logprobs
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Row
 
@@ -200,7 +199,7 @@ class StepGraphs:
     def find(self, rows: Sequence[Row]) -> tuple[StepGraph, FlatBatch] | None:
         """Graph for a batch, prepared for it, and the batch padded to its size; None if no graph fits."""
         size = choose_size(self.graphs, sum(row.end - row.start for row in rows), len(rows))
-        if size is None or any(map(needs_prompt_logprobs, rows)):  # these have a logit for each token
+        if size is None or any(row.has_prompt_logprobs for row in rows):  # these have a logit for each token
             return None
         flat = self._flatten(rows, size)
         return (self.graphs[size], flat) if self.graphs[size].prepare(flat) else None

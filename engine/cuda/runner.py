@@ -47,6 +47,10 @@ class CudaRunner(ModelRunner):
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)  # by row of the newest plan
         self.graphs: StepGraphs | None = None
 
+    @property
+    def embedding_size(self) -> int:
+        return 0  # no hidden states leave a graph
+
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
         width = -(-context_length // self._store.layout.block_size)
         self.graphs = StepGraphs(self._store, self._layer_windows, self._sampler, width, self._is_exact)

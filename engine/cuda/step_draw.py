@@ -89,7 +89,7 @@ class StepDraw:
         row: Row = step.rows[at]
         stop = int(step.kept[: at + 1].sum())
         first = stop - int(step.kept[at])
-        targets = np.array(row.tokens[row.start + 1 : min(row.end, row.request.prompt_len - 1) + 1], np.int64)
+        targets = np.array(row.tokens[row.first_logprob : min(row.end, row.request.prompt_len - 1) + 1], np.int64)
         count = row.request.prompt_logprobs or 0
         (tokens,) = self._staging.upload(targets)
         for begin in range(0, len(targets), LOGPROB_ROWS):

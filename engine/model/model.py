@@ -100,6 +100,10 @@ class ModelDevice:
         return self.runner.overlaps_steps
 
     @property
+    def embedding_size(self) -> int:
+        return self.runner.embedding_size
+
+    @property
     def num_blocks(self) -> int:
         return self.store.num_blocks
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from decant.engine.model.attention.interface import AttentionBackend, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.embeddings import EmbeddingRows, HiddenStates
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler, token_logprobs
 from decant.engine.model.step_batch import FlatBatch, Ints, spans
@@ -46,14 +48,31 @@ class ModelRunner:
         self._eos = eos
         self._backend = backend
         self._device = store.blocks.device
+        self._hidden = HiddenStates(model)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         flat = self.flatten(plan.rows)
         step = StepLogits(flat, self._backend.sampler)
         with self._backend.around_step():
+            if step.embedding_rows:
+                return self._run_with_embeddings(flat, step)
             logits = self.forward(flat, step.keep)
             return step.result(logits, self._eos)
+
+    def _run_with_embeddings(self, flat: FlatBatch, step: StepLogits) -> StepResult:
+        rows = EmbeddingRows(flat, step.embedding_rows)
+        with self._hidden.captured():
+            logits = self.forward(flat, step.keep, np.union1d(step.keep, rows.positions))
+        result = step.result(logits, self._eos)
+        pooled, failed = rows.pool(self._hidden.last)
+        self._hidden.last = None
+        return replace(result.without_tokens(failed), pooled=pooled)
+
+    @property
+    def embedding_size(self) -> int:
+        """Values of an embedding; 0: none are returned."""
+        return self._hidden.size
 
     @property
     def layer_windows(self) -> Sequence[AttentionWindow]:
@@ -69,13 +88,17 @@ class ModelRunner:
         """Logits [kept, vocabulary] in the order of ``FlatBatch``, not of ``rows``."""
         return self.forward(self.flatten(rows), keep)
 
-    def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
-        """Compute the KV of all rows; return logits [kept, vocabulary] of the flattened positions ``keep``."""
+    def forward(self, flat: FlatBatch, keep: Ints, attended: Ints | None = None) -> torch.Tensor:
+        """Compute the KV of all rows; return logits [kept, vocabulary] of the flattened positions ``keep``.
+
+        ``attended``: positions whose last hidden states are needed; None: ``keep``.
+        """
         self._store.clear(flat.new_blocks)
         backend, arrays = self._backend, (flat.tokens, flat.positions, keep)
         tokens, positions, kept = (torch.from_numpy(array).to(self._device) for array in arrays)
         with backend.around_step():
-            attention = backend.make_attention(self._store, self._layer_windows, flat, keep)
+            needed = keep if attended is None else attended
+            attention = backend.make_attention(self._store, self._layer_windows, flat, needed)
             return self.compute(tokens, positions, kept, attention)
 
     def compute(
@@ -98,8 +121,9 @@ class ModelRunner:
 class StepLogits:
     """Which logits of a step are needed.
 
-    keep [kept]  flattened positions: the last one of each sampled row, all of a row that needs prompt logprobs
-    kept         how many of its last positions each row needs
+    keep [kept]     flattened positions: the last one of each sampled row, those that return prompt logprobs
+    kept            how many of its last positions each row needs
+    embedding_rows  indexes of the rows of requests for an embedding
     """
 
     def __init__(self, flat: FlatBatch, sampler: Sampler) -> None:
@@ -108,11 +132,14 @@ class StepLogits:
         self.order = flat.order
         self.drawing = np.flatnonzero(flat.sampled)
         self.beyond_greedy = [index for index, row in enumerate(flat.rows) if not row.request.needs_tokens_only]
-        self.prompt_rows = [index for index in self.beyond_greedy if needs_prompt_logprobs(flat.rows[index])]
+        self.prompt_rows = [index for index in self.beyond_greedy if flat.rows[index].has_prompt_logprobs]
+        self.embedding_rows = [index for index in self.beyond_greedy if flat.rows[index].request.embedding is not None]
         self.kept = flat.sampled
         if self.prompt_rows:
             self.kept = flat.sampled.copy()
-            self.kept[self.prompt_rows] = (flat.ends - flat.starts)[self.prompt_rows]
+            self.kept[self.prompt_rows] = [
+                row.end - row.first_logprob + 1 for row in map(flat.rows.__getitem__, self.prompt_rows)
+            ]
             self.keep = spans(flat.stops, self.kept)
         else:
             self.keep = flat.stops[self.drawing] - 1
@@ -164,13 +191,9 @@ def invalid_rows(kept: Ints, finite: npt.NDArray[np.bool_]) -> set[int]:
     return set(np.repeat(np.arange(len(kept)), kept)[~finite].tolist())
 
 
-def needs_prompt_logprobs(row: Row) -> bool:
-    return row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
-
-
 def _prompt_logprobs(row: Row, logits: torch.Tensor) -> list[TokenLogprobs]:
     last = min(row.end, row.request.prompt_len - 1)
-    targets = row.tokens[row.start + 1 : last + 1]
+    targets = row.tokens[row.first_logprob : last + 1]
     count = row.request.prompt_logprobs or 0
     entries: list[TokenLogprobs] = []
     for at in range(0, len(targets), LOGPROB_ROWS):

@@ -90,7 +90,7 @@ class OutputReader:
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
         output, table = self.output, self._model.token_table
         pairs = zip(output.tokens[first:end], output.logprobs.entries(first, end), strict=True)
-        return [_logprob(table, token, logprobs) for token, logprobs in pairs]
+        return [token_logprob(table, token, logprobs) for token, logprobs in pairs]
 
 
 class ResponseWriter:
@@ -212,10 +212,10 @@ class ResponseWriter:
         first, *others = unpack(request.engine_request.prompt)
         exact = table.bytes_of(first)
         begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), token_bytes=exact)
-        return [begin, *(_logprob(table, token, logprobs) for token, logprobs in zip(others, known, strict=False))]
+        return [begin, *(token_logprob(table, token, logprobs) for token, logprobs in zip(others, known, strict=False))]
 
 
-def _logprob(table: TokenTable, token: int, logprobs: wire.TokenLogprobs) -> pb.TokenLogprob:
+def token_logprob(table: TokenTable, token: int, logprobs: wire.TokenLogprobs) -> pb.TokenLogprob:
     exact = table.bytes_of(token)
     return pb.TokenLogprob(
         token_id=token,

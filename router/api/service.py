@@ -15,6 +15,7 @@ from decant.protos import inference_pb2_grpc
 from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
 from decant.router.api.generation_calls import GenerationCalls, call_span
 from decant.router.api.get_generation import generation
+from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known
 from decant.router.execution.registry import RequestRegistry
@@ -55,9 +56,11 @@ class InferenceService:
         registry: RequestRegistry,
         info: ServerInfoSource,
         authenticator: Authenticator,
+        prompts: PromptCalls,
     ) -> None:
         self.authenticator = authenticator
         self._calls = calls
+        self._prompts = prompts
         self._registry = registry
         self._info = info
 
@@ -65,7 +68,7 @@ class InferenceService:
         return Service(
             _SERVICE,
             lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server),
-            admission_methods=frozenset({"Generate", "GenerateStream"}),
+            admission_methods=frozenset({"Generate", "GenerateStream", "Score", "Embed"}),
         )
 
     # Generation
@@ -108,6 +111,18 @@ class InferenceService:
             return pb.CancelGenerationResponse(status=_UNKNOWN)
         status = _CANCELLED if isinstance(end, Cancelled) else _ALREADY_FINISHED
         return pb.CancelGenerationResponse(status=status)
+
+    # Prompts alone
+
+    @authenticated
+    async def Score(self, request: pb.ScoreRequest, call: AuthenticatedCall) -> pb.ScoreResponse:  # noqa: N802
+        with call_span("Score", "", call) as span:
+            return await self._prompts.score(request, call, span)
+
+    @authenticated
+    async def Embed(self, request: pb.EmbedRequest, call: AuthenticatedCall) -> pb.EmbedResponse:  # noqa: N802
+        with call_span("Embed", "", call) as span:
+            return await self._prompts.embed(request, call, span)
 
     # Tokenizer, models, server
 

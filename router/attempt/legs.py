@@ -2,20 +2,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from decant.protos import worker_pb2 as wire
 from decant.router.attempt.context import AttemptContext
 from decant.router.attempt.leg import Leg
-from decant.router.attempt.placement_search import Search
 from decant.router.attempt.prefill_leg import PrefillLeg
 from decant.router.request.finish import finish_from_tokens
 from decant.router.request.output import Finish, Output
-from decant.router.workers.waiting_line import Waiter
-
-PLACEMENT_RETRY_SECONDS = 1.0
-"""Interval at which a waiting request checks whether a worker that it may go to still answers."""
+from decant.router.workers import turns
+from decant.router.workers.turns import Search
 
 _T = TypeVar("_T")
 
@@ -75,39 +72,7 @@ class Legs:
 
         Raises the search's failure once its time is over, a fatal error of any leg, and the failure of one of ``legs``.
         """
-        line, kind = search.line, search.kind
-        is_first = not line.has_waiter(kind)
-        if is_first and (choice := search.choose()) is not None:
-            return choice
-        waiter = Waiter(search.order, kind, self.wake)
-        line.add(waiter)
-        if not is_first:
-            line.open([kind])
-        try:
-            return await self._until_turn(search, waiter, *legs)
-        finally:
-            line.remove(waiter)
-
-    async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T | None:
-        loop = asyncio.get_running_loop()
-        since, unanswered = loop.time(), None
-        while True:
-            if search.line.is_turn_of(waiter):
-                if (choice := search.choose()) is not None:
-                    return choice
-                search.line.pass_turn(waiter)
-            if self._is_complete(*legs):
-                return None
-            if search.is_answered():
-                unanswered = None
-            elif unanswered is None:
-                unanswered = loop.time()
-            timeout_ends = search.timeout_ends(since, unanswered)
-            if timeout_ends <= loop.time():
-                raise search.failure()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(timeout_ends, loop.time() + PLACEMENT_RETRY_SECONDS)):
-                    await self.wait_for_change()
+        return await turns.find(search, self._changed, partial(self._is_complete, *legs))
 
     async def wait_for_change(self) -> None:
         await self._changed.wait()

@@ -33,9 +33,7 @@ class Search(ABC, Generic[_T]):
 
     def timeout_ends(self, since: float, unanswered: float | None) -> float:
         """Time at which a search that began at ``since`` ends; since ``unanswered`` no eligible worker answers."""
-        timings = self._pool.timings
-        ends = since + timings.no_capacity_timeout_s
-        return ends if unanswered is None else min(ends, unanswered + timings.no_worker_timeout_s)
+        return self._pool.search_ends(since, unanswered)
 
     def failure(self) -> Exception:
         return NoWorker()

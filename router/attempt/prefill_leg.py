@@ -114,6 +114,10 @@ class PrefillLeg(Leg):
         logprobs = first.logprobs if first.HasField("logprobs") else None
         return self._context.stream.outputs[first.output].write(position, first.token, logprobs)
 
+    def on_embedding(self, message: wire.PromptEmbedding) -> None:
+        detail = "it sent an embedding, which was not requested"
+        self._fail_attempt(self._error(wire.CAUSE_CORRUPT, detail))
+
     def on_failed(self, failed: wire.Failed) -> None:
         self._fail(error_for(failed.failure, self.worker.incarnation))
 

@@ -192,6 +192,12 @@ class RequestRegistry:
         if self.executions.find(key) is None and self.first_workers.may_wait(model):
             await self.first_workers.wait(model, prompt_tokens, deadline, on_waiting)
 
+    def check_open(self, model: str) -> None:
+        """Raise Unavailable while this router drains, or knows no worker of ``model``."""
+        self._check_not_draining()
+        if next(self._router.pool.of(model), None) is None:
+            raise self._router.pool.membership.why_unserved(model)
+
     def on_workers_changed(self, model: str) -> None:
         self._router.admission.grant(model)
         self.first_workers.notify(model)

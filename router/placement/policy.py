@@ -78,6 +78,20 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
     return None if choice is None else Placement(choice.incarnation, is_split=False)
 
 
+def choose_prompt_worker(
+    workers: Sequence[WorkerSnapshot], request: PlacementRequest, preferred: Incarnation | None = None
+) -> Incarnation | None:
+    """Choose the worker that computes a prompt of which nothing is decoded; None while no worker has capacity.
+
+    A decode worker does where no prefill worker is left. ``preferred`` goes before others of its role, if it can.
+    """
+    prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL]
+    candidates = prefill or workers
+    first = [worker for worker in candidates if worker.incarnation == preferred and not worker.is_avoided]
+    choice = _least_work(first, request) or _least_work(candidates, request)
+    return None if choice is None else choice.incarnation
+
+
 def choose_decode_worker(
     workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout_hash: int, sender: Incarnation
 ) -> Incarnation | None:

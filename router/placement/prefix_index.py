@@ -36,7 +36,17 @@ class PromptBlocks:
         self._request = request
         self._hashes: dict[int, array[int]] = {}
         self.is_shared = not request.bypass_prefix_cache
-        self.may_hit = self.is_shared and not request.HasField("prompt_logprobs")
+        self._max_cached = self._max_cached_tokens() if self.is_shared else 0
+        self.may_hit = self._max_cached > 0
+
+    def _max_cached_tokens(self) -> int:
+        """Leading tokens that a prefix cache may serve: of the others logits or hidden states are wanted."""
+        request = self._request
+        if request.embedding.pooling == wire.Embedding.POOLING_MEAN:
+            return 0
+        if request.HasField("prompt_logprobs"):
+            return max(1, request.prompt_logprobs_from) - 1
+        return packed.count(request.prompt) - 1
 
     async def prepare(self, block_size: int) -> None:
         if self.is_shared and packed.count(self._request.prompt) > MAX_INLINE_TOKENS:
@@ -54,14 +64,14 @@ class PromptBlocks:
         """Prompt tokens in ``cache``, never all: the last token is computed for its logits."""
         if not self.may_hit:
             return 0
-        max_blocks = (packed.count(self._request.prompt) - 1) // block_size
+        max_blocks = self._max_cached // block_size
         return min(cache.count_leading(self.hashes(block_size)), max_blocks) * block_size
 
     def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
         cached: dict[int, int] = {}
         if self.may_hit:
             for block_size in index.block_sizes:
-                max_blocks = (packed.count(self._request.prompt) - 1) // block_size
+                max_blocks = self._max_cached // block_size
                 leading = index.count_leading(self.hashes(block_size)[:max_blocks])
                 cached.update((worker, blocks * block_size) for worker, blocks in leading.items())
         return cached

@@ -56,13 +56,17 @@ async def prompt_of(
         case "token_ids":
             if request.HasField("parse_special_tokens"):
                 raise InvalidArgument("parse_special_tokens", "unset with token_ids", request.parse_special_tokens)
-            return await _checked_prompt_ids(request.token_ids.ids, model, context_length, deadline)
+            return await prompt_ids("token_ids.ids", request.token_ids.ids, model, context_length, deadline)
         case _:
             written = text_written(request)
             ids = await text_tokens("prompt", request.prompt, model, context_length, deadline, written=written)
+    return checked_tokens(request.WhichOneof("input") or "prompt", ids, model, context_length)
+
+
+def checked_tokens(field: str, ids: list[int], model: ServedModel, context_length: int) -> list[int]:
+    """Check the tokens of a text that is a whole prompt."""
     if not ids:
-        raise InvalidArgument("prompt", "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
-    field = request.WhichOneof("input") or "prompt"
+        raise InvalidArgument(field, "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
     check_vocabulary(field, ids, model)
     check_fits(field, len(ids), context_length)
     return ids
@@ -96,7 +100,9 @@ async def chat_tokens(
     return await text_tokens("messages", rendered.text, model, context_length, deadline, special=False, written=written)
 
 
-def text_written(request: pb.GenerateRequest | pb.TokenizeRequest) -> WrittenTokens | None:
+def text_written(
+    request: pb.GenerateRequest | pb.TokenizeRequest | pb.ScoreRequest | pb.EmbedRequest,
+) -> WrittenTokens | None:
     """Control tokens in a text of a request, as `ServedModel.encode` takes them: by default all that it contains."""
     return () if request.HasField("parse_special_tokens") and not request.parse_special_tokens else None
 
@@ -118,10 +124,11 @@ async def text_tokens(  # noqa: PLR0913 - a text, what it is for, and its limits
     return await model.encode(text, special=special, written=written, deadline=deadline)
 
 
-async def _checked_prompt_ids(
-    ids: Sequence[int], model: ServedModel, context_length: int, deadline: Deadline
+async def prompt_ids(
+    field: str, ids: Sequence[int], model: ServedModel, context_length: int, deadline: Deadline
 ) -> list[int]:
-    field, count = "token_ids.ids", len(ids)
+    """Check the ids of a prompt: at least one, fewer than ``context_length``, all in the vocabulary."""
+    count = len(ids)
     if not count:
         raise InvalidArgument(field, "at least 1 token", 0, reason=Reason.EMPTY_PROMPT)
     check_fits(field, count, context_length)

@@ -27,6 +27,7 @@ _UNSUPPORTED = (
 _MAX_UINT64 = (1 << 64) - 1
 
 _NAMES = (
+    ("inputs[0].token_ids.ids", "tokenized.input_ids"),
     ("token_ids.ids", "tokenized.input_ids"),
     ("GuidedDecoding.", "sampling_params."),
     ("SamplingParams.", "sampling_params."),
@@ -118,6 +119,15 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         n=params.n or 1,
         logit_bias=dict(params.logit_bias.items()),
     )
+
+
+def embed_request(request: vllm.EmbedRequest, metadata: CallMetadata) -> pb.EmbedRequest:
+    """Map a request for an embedding: the last token's, of length 1, as vLLM has it for a model that generates."""
+    check_known(request)
+    own = pb.EmbedRequest(model=metadata.model, priority=metadata.priority)
+    own.inputs.add().token_ids.ids.extend(request.tokenized.input_ids)
+    own.inputs[0].token_ids.SetInParent()
+    return own
 
 
 def _top_k(top_k: int) -> int:

@@ -121,3 +121,10 @@ def _top_logprobs(tokens: Sequence[pb.TokenLogprob]) -> list[vllm.TopLogProbs]:
         )
         for token in tokens
     ]
+
+
+def embed_response(response: pb.EmbedResponse) -> vllm.EmbedResponse:
+    (embedding,) = response.embeddings
+    return vllm.EmbedResponse(
+        embedding=embedding.values, prompt_tokens=embedding.prompt_tokens, embedding_dim=len(embedding.values)
+    )

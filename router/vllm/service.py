@@ -12,6 +12,7 @@ from decant.protos.vllm import vllm_engine_pb2 as vllm
 from decant.protos.vllm import vllm_engine_pb2_grpc
 from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
 from decant.router.api.generation_calls import GenerationCalls, call_span
+from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.validation import check_known
 from decant.router.execution.registry import RequestRegistry
 from decant.router.limits import check_count, check_id
@@ -19,8 +20,8 @@ from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import ServedModel
 from decant.router.vllm.engine_info import EngineInfoSource, model_info
 from decant.router.vllm.metadata import TTL, CallMetadata, call_metadata
-from decant.router.vllm.requests import generate_request, vllm_field_names
-from decant.router.vllm.responses import ChunkWriter, complete_responses
+from decant.router.vllm.requests import embed_request, generate_request, vllm_field_names
+from decant.router.vllm.responses import ChunkWriter, complete_responses, embed_response
 from decant.router.vllm.tokenizer_archive import TokenizerArchive
 from decant.runtime.errors import DeadlineExceeded, NotFound, Unimplemented
 from decant.runtime.serving.server import Service
@@ -50,9 +51,11 @@ class VllmEngineService:
         info: EngineInfoSource,
         authenticator: Authenticator,
         objectives: Mapping[str, int],
+        prompts: PromptCalls,
     ) -> None:
         self.authenticator = authenticator
         self._calls = calls
+        self._prompts = prompts
         self._registry = registry
         self._info = info
         self._objectives = objectives
@@ -62,7 +65,7 @@ class VllmEngineService:
         return Service(
             _SERVICE,
             lambda server: vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server),
-            admission_methods=frozenset({"Generate"}),
+            admission_methods=frozenset({"Generate", "Embed"}),
         )
 
     # Generation
@@ -102,6 +105,12 @@ class VllmEngineService:
     async def _cancel(self, call: AuthenticatedCall, id: str) -> None:
         with suppress(NotFound):
             await self._registry.cancel(RequestKey(call.tenant.name, id))
+
+    @authenticated
+    async def Embed(self, request: vllm.EmbedRequest, call: AuthenticatedCall) -> vllm.EmbedResponse:  # noqa: N802
+        with call_span("VllmEngine.Embed", request.request_id, call) as span, vllm_field_names():
+            response = await self._prompts.embed(embed_request(request, self._metadata(call)), call, span)
+            return embed_response(response)
 
     # Model, server, load
 
@@ -148,7 +157,6 @@ class VllmEngineService:
 
     # What this server does not do
 
-    Embed = _refused("Embed", "this server computes no embeddings")
     SubscribeKvEvents = _refused("SubscribeKvEvents", "the router places requests by its own prefix index")
     FlushCache = _refused("FlushCache", "a prefix cache empties itself as its blocks are needed")
     StartProfile = _refused("StartProfile", "workers have no profiler")

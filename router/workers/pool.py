@@ -122,6 +122,11 @@ class WorkerPool:
         decode = [worker for worker in candidates if worker.load.role != wire.ROLE_PREFILL]
         return any(worker.load.has_capacity for worker in decode or candidates)
 
+    def search_ends(self, since: float, unanswered: float | None) -> float:
+        """Time at which a search for a worker ends; since ``unanswered`` no eligible worker answers."""
+        ends = since + self.timings.no_capacity_timeout_s
+        return ends if unanswered is None else min(ends, unanswered + self.timings.no_worker_timeout_s)
+
     # One worker
 
     def worker(self, incarnation: Incarnation) -> WorkerHandle:

@@ -15,6 +15,8 @@ class PrefillListener(Protocol):
 
     def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...
 
+    def on_embedding(self, message: wire.PromptEmbedding) -> None: ...
+
     def on_refused(self, refused: wire.Refused) -> None: ...
 
     def on_failed(self, failed: wire.Failed) -> None: ...
@@ -60,6 +62,8 @@ class PrefillCall:
                 listener.on_first_tokens(message.first)
             case "prompt_logprobs":
                 listener.on_prompt_logprobs(message.prompt_logprobs)
+            case "embedding":
+                listener.on_embedding(message.embedding)
             case "refused":
                 listener.on_refused(message.refused)
             case "failed":

@@ -256,6 +256,12 @@ class RequestMetrics:
         self.failovers = registry.counter(
             "failovers_total", "Attempts at a request that failed and may be repeated, by cause.", ("model", "cause")
         )
+        self.prompt_calls = registry.counter(
+            "prompt_calls_total", "Calls of Score and Embed, by outcome.", ("model", "method", "outcome")
+        )
+        self.prompt_call_seconds = registry.histogram(
+            "prompt_call_seconds", "Time of a call of Score or Embed.", REQUEST_SECONDS, ("model", "method")
+        )
         self.adopted = registry.counter(
             "requests_adopted_total", "Requests that this router took over from another router.", model
         )

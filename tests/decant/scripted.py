@@ -118,6 +118,14 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         self.was_cancelled.set()
         return pb.CancelGenerationResponse(status=pb.CancelGenerationResponse.STATUS_CANCELLED)
 
+    async def Score(self, request: Any, context: Any) -> Any:  # noqa: N802
+        texts = [item.text or "".join(map(chr, item.token_ids.ids)) for item in request.continuations]
+        return pb.ScoreResponse(model=request.prompt, scores=[pb.Score(logprob=-len(text)) for text in texts])
+
+    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        values = [request.pooling, request.dimensions, request.normalize]
+        return pb.EmbedResponse(embeddings=[pb.Embedding(values=[len(item.text), *values]) for item in request.inputs])
+
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         text = request.text or "".join(message.content for message in request.messages.messages)
         return pb.TokenizeResponse(count=len(text), token_ids=map(ord, text), tokens=list(text))

@@ -71,6 +71,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "ResumeStream": lambda client: client.resume("r"),
     "GetGeneration": lambda client: client.generation("r"),
     "CancelGeneration": lambda client: client.cancel("r"),
+    "Score": lambda client: client.score("x", ["y"]),
+    "Embed": lambda client: client.embed("x"),
     "Tokenize": lambda client: client.tokenize("x"),
     "Detokenize": lambda client: client.detokenize([5]),
     "ListModels": lambda client: client.models(),

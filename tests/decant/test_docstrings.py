@@ -39,6 +39,14 @@ class Deployment(Script):
         state = pb.Generation.STATE_DECODING
         return pb.Generation(request_id=request.request_id, state=state, last_seq=2, result=stored)
 
+    async def Score(self, request: Any, context: Any) -> Any:  # noqa: N802
+        token = pb.TokenLogprob(token=" 4", logprob=-0.5, rank=1)
+        return pb.ScoreResponse(scores=[pb.Score(logprob=-0.5, tokens=[token]), pb.Score(logprob=-3.0)])
+
+    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        values = [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, -0.5]]
+        return pb.EmbedResponse(embeddings=[pb.Embedding(values=each) for each in values])
+
     async def Tokenize(self, request: Any, context: Any) -> Any:  # noqa: N802
         return pb.TokenizeResponse(count=2, token_ids=[41, 310])
 

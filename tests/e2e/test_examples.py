@@ -32,6 +32,7 @@ PRINTED = {
     "again.py": r"the same text: True from the same seed: True\nREQUEST_ID_REUSED\n",
     "cancel_generation.py": r"(cancelled\n)+the stream ended: CANCELLED\ncancelled unknown_request\n",
     "conversation.py": r".+\nprompt tokens \d+\n",
+    "embeddings.py": r"\d+ values each\nthe other function: 0\.\d{3}, the imports: -?0\.\d{3}\n",
     "errors.py": r"sampling.temperature: 0 to 100, got -1.0\nNOT_FOUND MODEL_NOT_FOUND no-such-model\ntoo late: .+",
     "generate.py": r".+\n(length|stop) \d+ tokens in \d+ ms\n",
     "generate_stream.py": r".+\nFinished\(.+\) Usage\(.+\)\nagain with seed \d+ on small\n",
@@ -42,6 +43,8 @@ PRINTED = {
     "many_at_once.py": r"'import .+\n'def main.+\n'for key, .+\n",
     "models_served.py": r"small at \w+ with 4096 tokens\nprompt and output together: 2048\n.+ temperature \S+\n",
     "resume_stream.py": r".+\nleft after \d+ tokens, read to the end after \d+\n",
+    "scores.py": r"(-\d+\.\d\d ' . == .': ('.+' -\d+\.\d\d ?)+\n){3}prompt tokens, of the prompt once: \d+\n"
+    r"continuations\[0\]\.text: a text after which the prompt has the same tokens .+\n",
     "several_outputs.py": r"[012] .+\noutput 2 ends by (length|stop): .+\nthe likeliest of six: .+\n",
     "server_info.py": r"router \S+ of version .+ serves small .+\nat most 20 alternatives .+\nnot implemented: .+\n",
     "tls.py": r"over TLS: \S+\n",

@@ -226,3 +226,13 @@ def test_the_client_notices_nothing_of_a_decode_worker_that_is_killed(client: Op
     assert text_of(chunks) == undisturbed
     assert chunks[-1].choices[0].finish_reason == "length"
     running.settled()
+
+
+def test_an_embedding_of_one_text_is_that_of_decants_own_api(client: OpenAI, running: Deployment) -> None:
+    made = client.embeddings.create(model=MODEL, input=PROMPT)
+    with decant.Client(running.address) as own:
+        (same,) = own.embed(PROMPT).embeddings
+    assert made.data[0].embedding == pytest.approx(list(same.values), abs=1e-6)
+    assert made.usage.prompt_tokens == same.prompt_tokens
+    joined = client.embeddings.create(model=MODEL, input=[PROMPT, "import os"])
+    assert len(joined.data) == 1, "smg returns one for all: then the table in the guide is wrong"

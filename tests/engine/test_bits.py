@@ -212,8 +212,8 @@ class Tap(ModelRunner):
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
 
-    def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
-        logits = super().forward(flat, keep)
+    def forward(self, flat: FlatBatch, keep: Ints, attended: Ints | None = None) -> torch.Tensor:
+        logits = super().forward(flat, keep, attended)
         known_as = [(row.request.id, position) for row in flat.rows for position in range(row.start, row.end)]
         for place, line in zip(keep.tolist(), logits, strict=True):
             known = self.seen.setdefault(known_as[place], line.clone())

@@ -71,6 +71,8 @@ def test_the_services_are_those_that_the_design_names() -> None:
         "InferenceService": {
             "Generate",
             "GenerateStream",
+            "Score",
+            "Embed",
             "ResumeStream",
             "GetGeneration",
             "CancelGeneration",

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,8 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
+from decant.router.prompt_runs.prompt_run import ComputedPrompt
+from decant.router.prompt_runs.runner import PromptBatch
 from decant.router.request.output import Finish, Output
 from decant.router.request.stored import RequestSnapshot
 from decant.router.request.token_stream import TokenStream
@@ -83,6 +86,28 @@ STOPPED = Finish(pb.FINISH_REASON_STOP, eos_token_id=1)
 AT_LENGTH = Finish(pb.FINISH_REASON_LENGTH)
 
 
+class ScriptedPrompts:
+    """Computes the prompts of `Score` and `Embed` calls: the log-probability of position n is -n."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+
+    async def run(self, batch: PromptBatch, on_accepted: Callable[[], Awaitable[None]]) -> list[ComputedPrompt]:
+        self.batches.append(batch)
+        await on_accepted()
+        return [self._compute(request) for request in batch.requests]
+
+    def _compute(self, request: wire.EngineRequest) -> ComputedPrompt:
+        computed = ComputedPrompt()
+        computed.cached_tokens = 2
+        if request.HasField("embedding"):
+            computed.embedding = struct.pack("<2f", len(unpack(request.prompt)), 0.5)
+        else:
+            positions = range(request.prompt_logprobs_from, len(unpack(request.prompt)))
+            computed.logprobs = [wire.TokenLogprobs(logprob=-position, rank=1) for position in positions]
+        return computed
+
+
 class ScriptedRegistry:
     def __init__(self) -> None:
         self.streams: asyncio.Queue[TokenStream] = asyncio.Queue()
@@ -92,6 +117,7 @@ class ScriptedRegistry:
         self.refusal: ServiceError | None = None
         self.quota_tenants: list[str] = []
         """Tenants of calls that need no worker."""
+        self.prompts = ScriptedPrompts()
         self.plan: Callable[[TokenStream], Any] = lambda stream: None
 
     async def begin(self, request: ValidRequest, on_waiting: Any = None) -> TokenStream:
@@ -123,6 +149,9 @@ class ScriptedRegistry:
 
     def on_disconnect(self, stream: TokenStream) -> None:
         self.lost.put_nowait(stream)
+
+    def check_open(self, model: str) -> None:
+        pass
 
     def max_context_length(self, model: str) -> int | None:
         return self.context_length

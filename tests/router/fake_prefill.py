@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -74,6 +75,9 @@ class FakePrefill(WorkerState, services.PrefillServicer):
             await context.abort(grpc.StatusCode.INTERNAL, "broke")
         for part in after:
             yield wire.PrefillEvent(prompt_logprobs=part)
+        if work.HasField("embedding") and not script.returns_no_embedding:
+            values = struct.pack("<2f", len(work.prompt) // 4, work.embedding.dimensions)
+            yield wire.PrefillEvent(embedding=wire.PromptEmbedding(run=run, values=values))
         first = wire.FirstTokens.First(output=0, token=token, finished=end, logprobs=output_logprobs(work, 0, token))
         first_tokens = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
         if request.handoff and end is None:

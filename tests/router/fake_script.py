@@ -40,6 +40,8 @@ class Script:
     """The index of the output token that is EOS."""
     pause_at: int | None = None
     """Decode waits for `go` before that output token."""
+    returns_no_embedding: bool = False
+    """As a worker of the previous version."""
     prefill_pause: bool = False
     """Prefill waits for `go` before its ticket."""
     first_pause: bool = False

@@ -16,6 +16,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.vllm import vllm_engine_pb2_grpc
 from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.generation_calls import GenerationCalls
+from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.limits import limits
 from decant.router.placement.capacity import PoolCapacity
@@ -73,16 +74,21 @@ def make_service(
     callers: Authenticator | None = None,
     unread_s: float = UNREAD_S,
     calls: GenerationCalls | None = None,
+    metrics: RequestMetrics | None = None,
 ) -> InferenceService:
     served = served or Models([tiny()])
     reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
     about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
     authenticator = callers or NoAuthentication(served)
-    calls = calls or GenerationCalls(served, cast(Any, requests), RequestMetrics(registry), unread_s)
-    return InferenceService(calls, cast(Any, requests), about, authenticator)
+    metrics = metrics or RequestMetrics(registry)
+    calls = calls or GenerationCalls(served, cast(Any, requests), metrics, unread_s)
+    prompts = PromptCalls(cast(Any, requests), cast(Any, requests.prompts), metrics)
+    return InferenceService(calls, cast(Any, requests), about, authenticator, prompts)
 
 
-def make_vllm_service(calls: GenerationCalls, requests: ScriptedRegistry, callers: Authenticator) -> VllmEngineService:
+def make_vllm_service(
+    calls: GenerationCalls, requests: ScriptedRegistry, callers: Authenticator, metrics: RequestMetrics
+) -> VllmEngineService:
     pool: Any = SimpleNamespace(
         capacity=lambda model: PoolCapacity(batch_limit=8, queued_prompt_tokens=30),
         cache_usage=lambda model: 0.25,
@@ -90,7 +96,8 @@ def make_vllm_service(calls: GenerationCalls, requests: ScriptedRegistry, caller
     )
     load = wire.Load(running=2, waiting=1)
     info = EngineInfoSource("1.2.3", pool, lambda: load, lambda: True, lambda: 5.0)
-    return VllmEngineService(calls, cast(Any, requests), info, callers, {"critical": 100})
+    prompts = PromptCalls(cast(Any, requests), cast(Any, requests.prompts), metrics)
+    return VllmEngineService(calls, cast(Any, requests), info, callers, {"critical": 100}, prompts)
 
 
 @asynccontextmanager
@@ -99,9 +106,10 @@ async def harness(
 ) -> AsyncIterator[Harness]:
     requests, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    calls = GenerationCalls(served, cast(Any, requests), RequestMetrics(registry), unread_s)
-    service = make_service(requests, registry, served, callers, unread_s, calls).service()
-    vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served)).service()
+    metrics = RequestMetrics(registry)
+    calls = GenerationCalls(served, cast(Any, requests), metrics, unread_s)
+    service = make_service(requests, registry, served, callers, unread_s, calls, metrics).service()
+    vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served), metrics).service()
     server = Server([service, vllm], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())

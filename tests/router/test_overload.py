@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -96,7 +96,7 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
         calls_ = GenerationCalls(served, harness.requests, RequestMetrics(Registry(process=False)))
-        service = InferenceService(calls_, harness.requests, about, NoAuthentication(served))
+        service = InferenceService(calls_, harness.requests, about, NoAuthentication(served), cast(Any, None))
         settings = ServerSettings(port=0, drain_seconds=1.0)
         server = Server([service.service()], settings, Readiness(), Registry(process=False))
         await server.start()
@@ -193,7 +193,9 @@ async def test_a_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.Monk
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
     metrics = RequestMetrics(Registry(process=False))
     requests: Any = Refusing()
-    service = InferenceService(GenerationCalls(served, requests, metrics), requests, about, NoAuthentication(served))
+    service = InferenceService(
+        GenerationCalls(served, requests, metrics), requests, about, NoAuthentication(served), cast(Any, None)
+    )
     text = "word " * 4000
     request = pb.GenerateRequest(prompt=text, stopping=pb.StoppingParams(max_tokens=7, ignore_eos=True))
     with pytest.raises(QueueFull):

@@ -61,7 +61,9 @@ def service() -> InferenceService:
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
     models, metrics = Models([served()]), RequestMetrics(Registry(process=False))
     requests = cast(Any, ScriptedRegistry())
-    return InferenceService(GenerationCalls(models, requests, metrics), requests, about, NoAuthentication(models))
+    return InferenceService(
+        GenerationCalls(models, requests, metrics), requests, about, NoAuthentication(models), cast(Any, None)
+    )
 
 
 class Context:

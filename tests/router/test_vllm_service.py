@@ -236,7 +236,7 @@ async def test_health_is_that_of_the_process():
             assert (await s.vllm.HealthCheck(vllm.HealthCheckRequest())).healthy
 
 
-@pytest.mark.parametrize("method", ["Embed", "SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"])
+@pytest.mark.parametrize("method", ["SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"])
 async def test_other_methods_say_that_they_are_not_implemented(method: str):
     async with harness() as s:
         call = getattr(s.vllm, method)(REQUESTS[method]())
@@ -265,3 +265,16 @@ async def test_a_request_is_its_tenants(callers: Authenticator):
         call = s.vllm.Generate(request(request_id="r"), metadata=(("authorization", f"Bearer {SECRET}"),))
         assert (await s.stream()).request.key.tenant == "acme"
         call.cancel()
+
+
+async def test_an_embedding_has_the_tokens_values_and_the_metadata_of_the_call():
+    async with harness() as s:
+        tokenized = vllm.TokenizedInput(input_ids=[5, 6, 7])
+        metadata = ((OBJECTIVE, "critical"),)
+        response = await s.vllm.Embed(vllm.EmbedRequest(tokenized=tokenized), metadata=metadata)
+        assert response == vllm.EmbedResponse(embedding=[3, 0.5], prompt_tokens=3, embedding_dim=2)
+        (batch,) = s.requests.prompts.batches
+        assert batch.priority == 100
+        error = await error_of_call(s.vllm.Embed(vllm.EmbedRequest()))
+        assert isinstance(error, InvalidArgument)
+        assert (error.field, error.value) == ("tokenized.input_ids", "0")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
@@ -150,3 +151,39 @@ async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_fai
         with pytest.raises(SequenceAlreadyFinished if opened == "before" else (SequenceAlreadyFinished, HandoffFailed)):
             await taking
         await receiver.emptied()
+
+
+@pytest.mark.parametrize("pooling", [wire.Embedding.POOLING_LAST, wire.Embedding.POOLING_MEAN])
+async def test_an_embedding_comes_before_the_first_token_and_keeps_no_blocks(
+    harness: WorkerHarness, pooling: wire.Embedding.Pooling
+) -> None:
+    work = make_work(30, 1)
+    work.embedding.CopyFrom(wire.Embedding(pooling=pooling, dimensions=3, normalize=True))
+    call = harness.ask(work, handoff=False)
+    values = (await call.expect("embedding")).values
+    assert len(values) == 3 * 4
+    await call.expect("first")
+    await call.ended()
+    audit = await harness.audit()
+    assert (audit.owned_blocks, audit.leased_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"embedding": wire.Embedding()}, "pooling"),
+        ({"embedding": wire.Embedding(pooling=wire.Embedding.POOLING_LAST, dimensions=99)}, "dimensions"),
+        ({"outputs": [wire.OutputPrefix(output=0), wire.OutputPrefix(output=1)]}, "outputs"),
+        ({"stopping": wire.Stopping(max_tokens=2)}, "stopping.max_tokens"),
+    ],
+)
+async def test_an_embedding_that_the_worker_does_not_return_is_refused(
+    harness: WorkerHarness, change: dict[str, Any], field: str
+) -> None:
+    work = make_work(30, 1)
+    work.embedding.pooling = wire.Embedding.POOLING_LAST
+    for name in change:
+        work.ClearField(cast(Any, name))
+    work.MergeFrom(wire.EngineRequest(**change))
+    refused = await harness.ask(work, handoff=False).expect("refused")
+    assert refused.failure.violation.field == field

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from decant.engine.output import PromptLogprobs, SequenceFinished
+from decant.engine.output import PromptEmbedding, PromptLogprobs, SequenceFinished
 from decant.engine.request import Request
 from decant.engine.transfer import TransferCommit
 from decant.handoff.outgoing_sequence import committed_tokens
@@ -44,6 +44,10 @@ def committed_outputs(run: PrefillRun, commit: TransferCommit) -> list[wire.Tran
 def prompt_logprobs(run: PrefillRun, part: PromptLogprobs) -> wire.PromptLogprobs:
     entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(part.entries)]
     return wire.PromptLogprobs(run=run.ref, first_position=part.position, logprobs=entries)
+
+
+def prompt_embedding(run: PrefillRun, part: PromptEmbedding) -> wire.PromptEmbedding:
+    return wire.PromptEmbedding(run=run.ref, values=part.values)
 
 
 def _first(run: PrefillRun, request: Request) -> wire.FirstTokens.First:

@@ -12,7 +12,14 @@ from typing import TypeVar
 import grpc
 
 from decant.engine.errors import EngineStopped
-from decant.engine.output import PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
+from decant.engine.output import (
+    PromptEmbedding,
+    PromptLogprobs,
+    SequenceFinished,
+    SequenceStarted,
+    StepOutput,
+    Token,
+)
 from decant.engine.request import FinishReason
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
@@ -20,14 +27,14 @@ from decant.protos import worker_pb2_grpc as services
 from decant.runtime.telemetry import logs
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.execution import PrefillExecutor
-from decant.worker.prefill.messages import prompt_logprobs
+from decant.worker.prefill.messages import prompt_embedding, prompt_logprobs
 from decant.worker.prefill.run import PrefillFailed, PrefillRun, StaleOwner
 from decant.worker.prefill.validation import CallValidator
 from decant.worker.wire_codec import RequestRejected
 
 _log = logs.get(__name__)
 
-_Event = TypeVar("_Event", SequenceStarted, PromptLogprobs, Token, SequenceFinished)
+_Event = TypeVar("_Event", SequenceStarted, PromptLogprobs, PromptEmbedding, Token, SequenceFinished)
 
 
 class PrefillService(services.PrefillServicer):
@@ -91,6 +98,8 @@ class PrefillService(services.PrefillServicer):
                 run.wake()
         for run, part in self._live(output.prompt_logprobs):
             run.send(prompt_logprobs=prompt_logprobs(run, part))
+        for run, embedding in self._live(output.embeddings):
+            run.send(embedding=prompt_embedding(run, embedding))
         for run, token in self._live(output.tokens):
             run.first_tokens[token.id] = token
         for id in output.parked:
