@@ -1,10 +1,11 @@
 """The cost of guided output: masks, and tokens per second of an engine with and without a guide.
 
-    python -m bench.guided [--model DIR] [--tokenizer FILE] [--rows 64] [--tokens 96] [--runs 5] [--json OUT]
+    python -m bench.guided [--model qwen2.5-0.5b] [--rows 64] [--tokens 96] [--runs 5] [--json OUT]
 
-Every sequence has a schema of 200 properties of its own, which no output of ``--tokens`` completes: both contenders
-compute the same number of tokens, in turn after a warm-up. ``masks_us`` are those of a matcher that follows such an
-output. ``sequences`` are of a step: all guided, half of them, or none.
+A shape has random weights, and a tokenizer with as many tokens as its vocabulary. Every sequence has a schema of 200
+properties of its own, which no output of ``--tokens`` completes: both contenders compute the same number of tokens, in
+turn after a warm-up. ``sequences`` are of a step: all guided, half of them, or none; ``cpu_ms`` are those of all
+threads, of a step. ``masks_us`` are those of a matcher that follows such an output.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine
+from bench import machine, vocabulary
 from bench.options import add_json, positive, write_result
 from decant import models
+from decant.bench import model_shapes as shapes
 from decant.engine.engine import Engine
 from decant.engine.guides.compiler import Grammar, GrammarCompiler
 from decant.engine.guides.guide import Guide, GuideKind
@@ -69,7 +72,12 @@ def masks_us(grammars: Sequence[Grammar], vocabulary: int, tokens: int) -> dict[
     return {name: float(np.quantile(times, share)) for name, share in shares.items()} | {"masks": float(len(times))}
 
 
-def tokens_per_second(device: Device, requests: Sequence[Request]) -> float:
+class Rate(NamedTuple):
+    tokens_per_s: float
+    cpu_ms: float
+
+
+def rate_of(device: Device, requests: Sequence[Request]) -> Rate:
     engine = Engine(device, Limits(512, len(requests), min(1024, device.context_length)))
     for request in requests:
         engine.add(request)
@@ -77,10 +85,11 @@ def tokens_per_second(device: Device, requests: Sequence[Request]) -> float:
         each.num_remaining > 1 for each in engine.scheduler.running
     ):
         engine.step()  # prompts
-    began, count = time.perf_counter(), 0
+    began, cpu, steps, count = time.perf_counter(), time.process_time(), engine.steps, 0
     while engine.has_work:
         count += len(engine.step().tokens)
-    return count / (time.perf_counter() - began)
+    cpu_ms = 1000 * (time.process_time() - cpu) / (engine.steps - steps)
+    return Rate(count / (time.perf_counter() - began), cpu_ms)
 
 
 def requests_of(grammars: Sequence[Grammar | None], vocabulary: int, tokens: int) -> list[Request]:
@@ -100,10 +109,17 @@ def requests_of(grammars: Sequence[Grammar | None], vocabulary: int, tokens: int
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
-    config = ModelConfig(model=str(args.model), dtype="bfloat16", device="cpu", kv_bytes=args.kv_bytes)
+    folder = shapes.checkpoint(args.model)
+    config = ModelConfig(model=str(folder), dtype="bfloat16", device="cpu", kv_bytes=args.kv_bytes)
     device = load(replace(config, eos_token_ids=frozenset({args.eos})))
     began = time.perf_counter()
-    compiler = GrammarCompiler(args.tokenizer, device.vocab_size, frozenset({args.eos}))
+    with tempfile.TemporaryDirectory() as made:
+        tokenizer = folder / shapes.TOKENIZER
+        if args.model in shapes.SHAPES:
+            tokenizer = Path(made) / shapes.TOKENIZER
+            vocabulary.write(device.vocab_size, tokenizer)
+            began = time.perf_counter()
+        compiler = GrammarCompiler(tokenizer, device.vocab_size, frozenset({args.eos}))
     tokenizer_s, began = time.perf_counter() - began, time.perf_counter()
     assert not compiler.refusal, compiler.refusal
     grammars = [compiler.grammar(Guide(GuideKind.JSON_SCHEMA, schema(number))) for number in range(args.rows)]
@@ -111,31 +127,34 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         grammar.prepare()
     compile_ms = 1000 * (time.perf_counter() - began) / len(grammars)
     half = [grammar if number % 2 else None for number, grammar in enumerate(grammars)]
-    contenders: dict[str, Callable[[], float]] = {
-        name: lambda of=of: tokens_per_second(device, requests_of(of, device.vocab_size, args.tokens))  # type: ignore[misc]
+    contenders: dict[str, Callable[[], Rate]] = {
+        name: lambda of=of: rate_of(device, requests_of(of, device.vocab_size, args.tokens))  # type: ignore[misc]
         for name, of in {"none": [None] * args.rows, "half": half, "all": grammars}.items()
     }
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    rates: dict[str, list[Rate]] = {name: [] for name in contenders}
     for run in range(args.runs + 1):
         for name, contender in contenders.items():
             rate = contender()
             if run:
                 rates[name].append(rate)
     return {
-        "machine": machine.facts(), "threads": args.threads, "rows": args.rows, "vocabulary": device.vocab_size,
+        "machine": machine.facts(), "model": args.model, "vocabulary": device.vocab_size,
+        "threads": args.threads, "rows": args.rows,
         "tokenizer_s": tokenizer_s, "compile_ms": compile_ms,
         "masks_us": masks_us(grammars[:16], device.vocab_size, args.tokens),
-        "tokens_per_s": {name: statistics.median(each) for name, each in rates.items()}, "runs": rates,
+        "tokens_per_s": {name: statistics.median(one.tokens_per_s for one in each) for name, each in rates.items()},
+        "cpu_ms": {name: statistics.median(one.cpu_ms for one in each) for name, each in rates.items()}, "runs": rates,
     }  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['rows']} sequences, {result['vocabulary']:,} tokens, {result['threads']} threads")
-    for heading in ("guided", "tokens/s", "of none"):
+    model = f"{Path(result['model']).name}, {result['vocabulary']:,} tokens"
+    table = Table(title=f"{model}: {result['rows']} sequences, {result['threads']} threads")
+    for heading in ("guided", "tokens/s", "of none", "CPU ms a step"):
         table.add_column(heading, justify="right" if heading != "guided" else "left")
     rates = result["tokens_per_s"]
     for name, rate in rates.items():
-        table.add_row(name, f"{rate:,.0f}", f"{rate / rates['none']:.1%}")
+        table.add_row(name, f"{rate:,.0f}", f"{rate / rates['none']:.1%}", f"{result['cpu_ms'][name]:.1f}")
     Console().print(table)
     masks = result["masks_us"]
     print(f"token and mask: p50 {masks['p50']:.0f} us, p99 {masks['p99']:.0f} us, most {masks['max']:.0f} us")
@@ -144,8 +163,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.guided", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, default=models.path())
-    parser.add_argument("--tokenizer", type=Path, default=models.path() / "tokenizer.json")
+    parser.add_argument("--model", default=str(models.path()), help=f"a folder, or a shape: {', '.join(shapes.SHAPES)}")
     parser.add_argument("--eos", type=int, default=1, help="id of the end token")
     parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--tokens", type=positive, default=96)

@@ -43,8 +43,8 @@ class Penalise(NamedTuple):
 class Allow(NamedTuple):
     """Set the logits of all other tokens to minus infinity.
 
-    Token t is allowed if bit t % 8 of byte t // 8 is set; those beyond the last byte are not. The number of bytes is a
-    multiple of 4: words of 32 tokens.
+    Token t is allowed if bit t % 8 of byte t // 8 is set; those beyond the last byte are not. There is at least
+    one word of 32 tokens, and no part of one.
     """
 
     mask: bytes

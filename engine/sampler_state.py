@@ -26,5 +26,4 @@ class SamplerState:
 
     def edits(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> list[Edit]:
         """Changes of the logits for the draw after the first ``length`` tokens, in the order to apply them."""
-        edits = (processor.edit(tokens, length, eos) for processor in self.processors)
-        return [edit for edit in edits if edit is not None]
+        return [edit for each in self.processors if (edit := each.edit(tokens, length, eos)) is not None]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import addressof, create_string_buffer
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ from decant.engine.guides.guide import Guide
 from decant.engine.guides.limits import PARSER_LIMITS
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 MAX_GRAMMARS = 128
 """Compiled grammars that are kept; running sequences keep theirs in any case."""
 COMPILE_LIMIT = "a grammar that can be compiled and begun"
+TOO_MANY_STATES = "too many states"
+"""In the error of a matcher whose lexer has no state left: those of all outputs of the grammar count."""
 MAX_MASK_THREADS = 4
 STACK_BYTES = 64 << 20
 """Of the thread that compiles: the library recurses through a grammar's rules, and a full stack ends the process. The
@@ -57,34 +60,39 @@ class Grammar:
             raise self._error
 
     def new_matcher(self) -> LLMatcher:
-        """Matcher at the begin of an output. Raises InvalidRequest."""
+        """Matcher at the begin of an output. Raises InvalidRequest.
+
+        All of them share one lexer, whose states are kept, up to a limit: then ``renew`` replaces it.
+        """
         self.prepare()
         assert self._matcher is not None
         return self._matcher.deep_copy()
 
+    def renew(self) -> LLMatcher:
+        """Matcher at the begin of an output, and those of later outputs, with a lexer that has no states yet."""
+        self._matcher, _ = self.compiler.compile(self.guide)
+        return self._matcher.deep_copy()
 
-class MaskThreads:
-    """Threads that compute masks beside a step; they start with the first mask.
 
-    They are daemons: a process ends also while a grammar keeps one.
+class MaskThread:
+    """Thread that computes masks beside a step; it starts with the first.
+
+    It is a daemon: a process ends also while a grammar keeps it.
     """
 
     def __init__(self) -> None:
-        self.count = max(1, min(MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._works: SimpleQueue[Callable[[], None] | None] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
         if self._works is None:
             self._works = SimpleQueue()
-            for _ in range(self.count):
-                threading.Thread(target=_run_all, args=(self._works,), name="masks", daemon=True).start()
+            threading.Thread(target=_run_all, args=(self._works,), name="masks", daemon=True).start()
         self._works.put(work)
 
     def replace(self) -> None:
-        """Use other threads from now on: one of these does not return."""
+        """Use another thread from now on: this one does not return, or has failed."""
         if self._works is not None:
-            for _ in range(self.count):
-                self._works.put(None)
+            self._works.put(None)
         self._works = None
 
 
@@ -107,7 +115,8 @@ class GrammarCompiler:
         self._grammars: OrderedDict[Guide, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self.mask_threads = MaskThreads()
+        self.mask_thread = MaskThread()
+        self._executor: LLExecutor | None = None
         if not eos:
             self.refusal = "a model with an end token"
             return
@@ -146,12 +155,27 @@ class GrammarCompiler:
         tokens: list[int] = self._tokenizer.tokenize_str(text)
         return tokens
 
+    def masks(self, matchers: Sequence[LLMatcher], tokens: Sequence[int]) -> list[bytes]:
+        """Have each matcher consume one token, and compute the mask behind it, without the interpreter's lock."""
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._executor = LLExecutor(max(1, min(MAX_MASK_THREADS, cores // 2)))
+        self._executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
+        size = 4 * -(-self._tokenizer.vocab_size // 32)
+        memory = create_string_buffer(size * len(matchers))
+        places = [(matcher, index) for index, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(places, addressof(memory), size, len(matchers))
+        packed = memory.raw
+        return [packed[begin : begin + size] for begin in range(0, len(packed), size)]
+
     def compile(self, guide: Guide) -> tuple[LLMatcher, bytes]:
         """Matcher at the begin of an output, and its mask. Raises InvalidRequest."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits: Any = PARSER_LIMITS
-        matcher = LLMatcher(self._tokenizer, guide.grammar(), log_level=0, limits=LLParserLimits(**limits))
+        matcher = LLMatcher(self._tokenizer, guide.matcher_grammar(), log_level=0, limits=LLParserLimits(**limits))
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequest(guide.field, COMPILE_LIMIT, matcher.get_error().partition("\n<")[0])

@@ -24,6 +24,10 @@ name, and its schema would not apply."""
 
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
 """Of each schema, as llguidance takes them inside it."""
+_WHOLE = '%llguidance {"no_forcing": true}\nstart: @whole\n'
+"""Each token is chosen by its mask alone. Else the library writes the only text that can follow ahead of the tokens,
+which takes time by its length: without end for ``T T`` and ``T: "t"+``, of which the first T takes each letter.
+"""
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 _REFUSED_IN_GRAMMAR = re.compile(r"%json\b|%llguidance\b|\btemperature\b(?=\s*=)")
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -74,6 +78,11 @@ class Guide:
     def field(self) -> str:
         return "messages.tools" if self.kind is GuideKind.ANSWER else f"guided.{self.kind}"
 
+    def matcher_grammar(self) -> str:
+        """``grammar`` for a matcher whose masks take a bounded time."""
+        first, *others = json.loads(self.grammar())["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": _WHOLE}, {**first, "name": "whole"}, *others]})
+
     def grammar(self) -> str:
         """Grammar for ``llguidance``: its JSON. Raises InvalidRequest for what no tokenizer is needed to refuse."""
         match self.kind:
@@ -83,7 +92,7 @@ class Guide:
             case GuideKind.JSON_OBJECT:
                 return _grammar(json_schema={"type": "object", "x-guidance": JSON_OPTIONS})
             case GuideKind.CHOICE:
-                return _grammar(lark_grammar="start: " + " | ".join(map(lark_literal, self.choices)))
+                return _grammar(lark_grammar="start: TEXT\nTEXT: " + " | ".join(map(lark_literal, self.choices)))
             case GuideKind.GRAMMAR:
                 return _grammar(lark_grammar=_checked_lark(self.field, self.text))
             case GuideKind.ANSWER:

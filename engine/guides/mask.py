@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from decant.engine.errors import InvalidRequest
-from decant.engine.guides.compiler import Grammar, MaskThreads
+from decant.engine.guides.compiler import TOO_MANY_STATES, Grammar, GrammarCompiler
 from decant.engine.logits_processors import Allow, Edit, LogitsProcessor
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MASK_SECONDS = 1.0
-"""Longest wait for one mask, which takes milliseconds."""
+"""Longest wait for the masks of a step, which take milliseconds: the library's limits bound each."""
 STEP_LIMIT = "a grammar that can be followed token by token"
 
 
@@ -25,7 +25,7 @@ class GuideMask(LogitsProcessor):
     matcher is a function of the grammar and the output's tokens: one that is made later allows the same.
     """
 
-    __slots__ = ("_allow", "_first", "_grammar", "_job", "_length", "_matcher", "error")
+    __slots__ = ("_allow", "_first", "_grammar", "_length", "_matcher", "batch", "error")
 
     def __init__(self, prompt_len: int, grammar: Grammar) -> None:
         self.error: InvalidRequest | None = None
@@ -34,114 +34,136 @@ class GuideMask(LogitsProcessor):
         self._matcher: LLMatcher | None = None
         self._length = prompt_len  # tokens that the matcher has consumed, with the prompt
         self._allow: tuple[int, Allow | None] | None = None  # by length
-        self._job: _MaskJob | None = None
+        self.batch: _MaskBatch | None = None  # that computes a mask of this sequence
 
     def edit(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> Edit | None:
-        if (work := self._missing(tokens, length)) is not None:
-            work.compute()
+        if (work := self.missing(tokens, length)) is not None:
+            _MaskBatch([work]).compute()
+            self._collect()
         assert self._allow is not None
         return self._allow[1]
 
-    def _missing(self, tokens: Sequence[int], length: int) -> _MaskWork | None:
+    def _collect(self) -> None:
+        while self.batch is not None:  # one that takes too long makes others
+            self.batch.collect()
+
+    def missing(self, tokens: Sequence[int], length: int) -> MaskWork | None:
         """What computes the mask for the draw after ``length`` tokens; None: it is known."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.wait_for(self)
+        if self.batch is not None:
+            self._collect()
         if self._allow is not None and self._allow[0] == length:
+            return None
+        grammar = self._grammar
+        if length == self._first:
+            grammar.prepare()
+            self._allow = length, Allow(grammar.first_mask)
             return None
         if length < self._length:  # the output was rolled back
             self._matcher, self._length = None, self._first
-        return _MaskWork(self, tokens[self._length : length], length)
-
-    def abandon(self, length: int) -> None:
-        """Give up a mask that is still being computed."""
-        limit = f"a grammar whose tokens take at most {MASK_SECONDS:g} s each"
-        self.error = InvalidRequest(self._grammar.guide.field, limit, "one that takes longer")
-        self._matcher = None
-        self._allow = (length, None)
-
-    def compute(self, new: Sequence[int], length: int) -> None:
-        """Consume the tokens that the matcher lacks, up to ``length``, and compute the mask behind them."""
-        allow = self._mask(new, length)
-        if self.error is None or allow is None:
-            self._allow = (length, allow)
-
-    def _mask(self, new: Sequence[int], length: int) -> Allow | None:
-        grammar = self._grammar
-        if self.error is not None or not grammar.compiler.eos.isdisjoint(new):
+        if self.error is not None or not grammar.compiler.eos.isdisjoint(tokens[self._length : length]):
+            self._allow = length, None
             return None
-        if length == self._first:
-            grammar.prepare()
-            return Allow(grammar.first_mask)
-        matcher = self._matcher = self._matcher or grammar.new_matcher()
-        matcher.consume_tokens(list(new))
-        self._length = length
-        mask = matcher.compute_bitmask()
+        return MaskWork(self, grammar, self._matcher, tokens, self._first, self._length, length)
+
+    def set(self, length: int, result: MaskResult | InvalidRequest) -> None:
+        """Take the mask for the draw after ``length`` tokens, or why there is none."""
+        self.batch = None
+        if isinstance(result, InvalidRequest):
+            self.error, self._matcher, self._allow = result, None, (length, None)
+        else:
+            self._matcher, self._length, self._allow = result.matcher, length, (length, Allow(result.mask))
+
+
+class MaskResult(NamedTuple):
+    matcher: LLMatcher
+    mask: bytes
+
+
+class MaskWork(NamedTuple):
+    """The mask behind an output, tokens[first:stop]; ``matcher`` has consumed it up to ``start``. None: a new one."""
+
+    of: GuideMask
+    grammar: Grammar
+    matcher: LLMatcher | None
+    tokens: Sequence[int]
+    first: int
+    start: int
+    stop: int
+
+    def begin(self) -> LLMatcher:
+        """Matcher that lacks the last token alone."""
+        matcher = self.matcher or self.grammar.new_matcher()
+        if self.start < self.stop - 1:
+            matcher.consume_tokens(list(self.tokens[self.start : self.stop - 1]))
+        return matcher
+
+    def result(self, matcher: LLMatcher, mask: bytes) -> MaskResult | InvalidRequest:
+        if matcher.is_error() and TOO_MANY_STATES in matcher.get_error():  # most may be those of other sequences
+            matcher = self.grammar.renew()
+            matcher.consume_tokens(list(self.tokens[self.first : self.stop]))
+            mask = matcher.compute_bitmask()
         if matcher.is_error():
-            reason = matcher.get_error().partition("\n<")[0]
-            self.error = InvalidRequest(grammar.guide.field, STEP_LIMIT, reason)
-            return None
-        return Allow(mask)
+            return InvalidRequest(self.grammar.guide.field, STEP_LIMIT, matcher.get_error().partition("\n<")[0])
+        return MaskResult(matcher, mask)
+
+    def again(self) -> MaskWork:
+        return self._replace(matcher=None, start=self.first)
+
+    def failure(self, *, ended: bool) -> InvalidRequest:
+        limit = f"a grammar whose tokens take at most {MASK_SECONDS:g} s each"
+        return InvalidRequest(self.grammar.guide.field, limit, "one that fails" if ended else "one that takes longer")
 
 
-class _MaskWork(NamedTuple):
-    mask: GuideMask
-    new: Sequence[int]
-    length: int
+class _MaskBatch:
+    """Masks that one thread computes, all for one compiler. Only ``compute`` may be called from any thread.
+
+    The library's limits bound each mask. If some grammar evades them, each mask is computed again in a thread of its
+    own, and the sequences without one fail.
+    """
+
+    def __init__(self, works: Sequence[MaskWork]) -> None:
+        self._works = works
+        self._compiler = works[0].grammar.compiler
+        self._results: list[MaskResult | InvalidRequest] | None = None
+        self._ended = threading.Event()
+        for work in works:
+            work.of.batch = self
 
     def compute(self) -> None:
-        self.mask.compute(self.new, self.length)
+        try:
+            matchers = [work.begin() for work in self._works]
+            masks = self._compiler.masks(matchers, [work.tokens[work.stop - 1] for work in self._works])
+            self._results = [
+                work.result(matcher, mask) for work, matcher, mask in zip(self._works, matchers, masks, strict=True)
+            ]
+        finally:
+            self._ended.set()
 
-
-class _MaskJob:
-    """Masks that one thread computes in turn. A grammar may keep the thread for ever: then the others go to another."""
-
-    def __init__(self, works: Sequence[_MaskWork], threads: MaskThreads) -> None:
-        self._works = works
-        self._threads = threads
-        self._place = 0
-        self._is_abandoned = False
-        self._done = threading.Event()
-        for work in works:
-            work.mask._job = self
-        threads.submit(self._run)
-
-    def _run(self) -> None:
-        for place, work in enumerate(self._works):
-            self._place = place
-            work.compute()
-            if self._is_abandoned:
-                return
-        self._done.set()
-
-    def wait_for(self, mask: GuideMask) -> None:
-        """Wait for all masks of the job; abandon it if one takes longer, and compute those behind that one anew."""
-        place = -1
-        while not self._is_abandoned and not self._done.wait(MASK_SECONDS):
-            if place == self._place:
-                self._abandon(place)
-            place = self._place
-        if mask._job is not None:  # of a job that continues this one
-            job, mask._job = mask._job, None
-            job.wait_for(mask)
-
-    def _abandon(self, place: int) -> None:
-        self._is_abandoned = True
-        self._threads.replace()
-        stuck, left = self._works[place], self._works[place + 1 :]
-        stuck.mask.abandon(stuck.length)
-        if left:
-            _MaskJob(left, self._threads)
+    def collect(self) -> None:
+        """Give each sequence its mask."""
+        ended = self._ended.wait(MASK_SECONDS)
+        if self._results is not None:
+            for work, result in zip(self._works, self._results, strict=True):
+                work.of.set(work.stop, result)
+            return
+        self._compiler.mask_thread.replace()
+        if len(self._works) == 1:
+            (work,) = self._works
+            work.of.set(work.stop, work.failure(ended=ended))
+            return
+        for work in self._works:
+            alone = _MaskBatch([work.again()])
+            threading.Thread(target=alone.compute, name="mask", daemon=True).start()
 
 
 def begin_masks(masks: Sequence[tuple[GuideMask, Sequence[int], int]]) -> None:
-    """Compute masks in threads, for draws after the first ``length`` of ``tokens``, which are all known.
+    """Compute masks in a thread, for draws after the first ``length`` of ``tokens``, which are all known.
 
     The next ``edit`` of each waits for its own.
     """
-    works = [work for mask, tokens, length in masks if (work := mask._missing(tokens, length)) is not None]
-    if not works:
-        return
-    threads = works[0].mask._grammar.compiler.mask_threads
-    for first in range(min(threads.count, len(works))):
-        _MaskJob(works[first :: threads.count], threads)
+    batches: dict[GrammarCompiler, list[MaskWork]] = {}
+    for mask, tokens, length in masks:
+        if (work := mask.missing(tokens, length)) is not None:
+            batches.setdefault(work.grammar.compiler, []).append(work)
+    for compiler, works in batches.items():
+        compiler.mask_thread.submit(_MaskBatch(works).compute)

@@ -1,5 +1,6 @@
 // A row's likeliest token, and a token sampled from the softmax of its scores. See engine/cpu/sampler.py.
 //
+//     allowed  -> scores: minus infinity for each token whose bit is not set
 //     scores   -> weights e^((score - highest) / temperature): the highest is 1
 //     weights  -> the lowest that top-k, top-p and min-p keep: counts and sums of bins by size, then one bin is sorted
 //     number   -> the token where the running sum of kept weights passes that fraction: first the share, then the token
@@ -75,12 +76,16 @@ struct DrawRequest {
     int64_t half;        // 1: bfloat16, 0: float32
     int64_t top_k;       // 0: all
     double top_p, min_p, temperature, number;  // temperature 0: the first token with the highest score
+    const uint32_t* allowed;  // null: all; else a bit for each token, and none for those beyond `words`
+    int64_t words;
 };
 
 inline void check(const DrawRequest& row) {
     check_address("scores", row.scores);
     require(row.half == 0 || row.half == 1, "half", "0 or 1", row.half);
     check_count("top_k", row.top_k);
+    check_count("words", row.words);
+    require(row.allowed || !row.words, "words", "0 without allowed tokens", row.words);
     auto within = [](const char* field, double value, double least, double most) {
         if (!(least <= value && value <= most)) throw std::invalid_argument(std::string(field) + ": out of range");
     };
@@ -94,14 +99,38 @@ class Draw {
 public:
     // The sampled token, an index into `count` scores.
     long token(const DrawRequest& row, long count) {
-        return row.half ? token(row, static_cast<const uint16_t*>(row.scores), count)
-                        : token(row, static_cast<const float*>(row.scores), count);
+        return row.half ? allowed_token(row, static_cast<const uint16_t*>(row.scores), count)
+                        : allowed_token(row, static_cast<const float*>(row.scores), count);
     }
 
 private:
-    std::vector<float> weights, members;
+    std::vector<float> masked, weights, members;
     std::vector<double> ends, mass;
     std::vector<long> counts;
+
+    template <class E>
+    long allowed_token(const DrawRequest& row, const E* scores, long count) {
+        if (!row.allowed) return token(row, scores, count);
+        mask(row, scores, count);
+        return token(row, static_cast<const float*>(masked.data()), count);
+    }
+
+    // Writes the scores to `masked`, 8 tokens of a mask's byte at a time.
+    template <class E>
+    void mask(const DrawRequest& row, const E* scores, long count) {
+        constexpr float OFF = -std::numeric_limits<float>::infinity();
+        masked.resize(count);
+        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(row.allowed);
+        long known = std::min<long>(row.words, (count + 31) / 32) * 4, whole = std::min(known, count / 8);
+        const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        const __m256 off = _mm256_set1_ps(OFF);
+        for (long byte = 0; byte < whole; byte++) {
+            __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bytes[byte]), bit), bit);
+            keep(&masked[8 * byte], _mm256_blendv_ps(off, wide(scores + 8 * byte), _mm256_castsi256_ps(set)));
+        }
+        for (long at = 8 * whole; at < count; at++)
+            masked[at] = at < 8 * known && bytes[at / 8] >> at % 8 & 1 ? value(scores[at]) : OFF;
+    }
 
     template <class E>
     long token(const DrawRequest& row, const E* scores, long count) {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from decant.engine.guides.compiler import MaskThreads
+from decant.engine.guides.compiler import MaskThread
 from decant.engine.guides.guide import Guide, GuideKind
 
 WORDS = 16
@@ -41,13 +42,18 @@ class ScriptedMatcher:
         return self._error
 
 
+@dataclass(frozen=True)
 class ScriptedCompiler:
-    def __init__(self, eos: frozenset[int]) -> None:
-        self.eos = eos
+    eos: frozenset[int]
 
     @property
-    def mask_threads(self) -> MaskThreads:
-        return _threads()
+    def mask_thread(self) -> MaskThread:
+        return _thread()
+
+    def masks(self, matchers: Sequence[ScriptedMatcher], tokens: Sequence[int]) -> list[bytes]:
+        for matcher, token in zip(matchers, tokens, strict=True):
+            matcher.consume_tokens([token])
+        return [matcher.compute_bitmask() for matcher in matchers]
 
 
 class ScriptedGrammar:
@@ -71,11 +77,14 @@ class ScriptedGrammar:
         self.made += 1
         return ScriptedMatcher(self._allowed)
 
+    def renew(self) -> ScriptedMatcher:
+        return self.new_matcher()
+
 
 def packed(tokens: Iterable[int]) -> bytes:
     return sum(1 << token for token in tokens).to_bytes(4 * WORDS, "little")
 
 
 @cache
-def _threads() -> MaskThreads:
-    return MaskThreads()
+def _thread() -> MaskThread:
+    return MaskThread()

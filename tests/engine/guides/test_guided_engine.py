@@ -15,7 +15,9 @@ from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest
 from decant.engine.fake import FakeDevice
 from decant.engine.guides import mask
+from decant.engine.guides.compiler import TOO_MANY_STATES, GrammarCompiler
 from decant.engine.guides.guide import Guide, GuideKind
+from decant.engine.guides.limits import PARSER_LIMITS
 from decant.engine.output import SequenceFinished
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from tests.engine.factories import make_engine, make_request
@@ -169,6 +171,48 @@ def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(monkey
     assert "one that takes longer" in str(fault)
     assert all(len(output) == 8 for output in outputs.values())
     assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
+
+
+def test_a_grammar_with_one_endless_text_gives_a_mask_for_each_token() -> None:
+    endless = Guide(GuideKind.GRAMMAR, 'start: T T\nT: "t"+\n')  # the first T takes each letter
+    outputs, ends = run(make_engine(device=device()), guided("a", endless, max_tokens=12))
+    assert text(outputs["a"]) == 12 * "t"
+    assert ends["a"].reason is FinishReason.LENGTH
+
+
+def test_an_error_of_a_grammar_names_its_line() -> None:
+    with pytest.raises(InvalidRequest, match=r"at 2\(4\): unknown name"):
+        compiler().grammar(Guide(GuideKind.GRAMMAR, "start: a\na: nothing")).prepare()
+
+
+def test_a_grammar_serves_any_number_of_outputs_whose_states_its_lexer_can_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each output alone has fewer states than the limit, and all of them together have more."""
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 300)
+    guide = Guide(GuideKind.REGEX, "[ab]*a[ab]{24}")
+    requests = [guided(f"{seed}", guide, seed=seed, max_tokens=60) for seed in range(12)]
+    outputs, ends = run(make_engine(device=device(1024), max_running=4), *requests)
+    assert len({tuple(output) for output in outputs.values()}) == len(outputs)
+    assert [end.fault for end in ends.values()] == [None] * len(requests)
+    together = GrammarCompiler.compile(compiler(), guide)[0]
+    for output in outputs.values():
+        each = together.deep_copy()
+        for token in output:
+            each.consume_token(token)
+            each.compute_bitmask()
+    assert each.is_error()
+    assert TOO_MANY_STATES in each.get_error()
+
+
+def test_an_output_with_more_states_than_the_limit_ends_by_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 40)
+    request = guided("a", Guide(GuideKind.REGEX, "[ab]*a[ab]{23}"), max_tokens=60)
+    outputs, ends = run(make_engine(device=device(128)), request)
+    assert 1 < len(outputs["a"]) < 60
+    fault = ends["a"].fault
+    assert fault is not None
+    assert TOO_MANY_STATES in str(fault.value)
 
 
 def test_a_sequence_makes_one_matcher_whatever_its_length() -> None:
