@@ -6,7 +6,7 @@
 # make docs       the documentation site in build/site; broken links fail
 # make docs-reference  the pages of docs/ that are generated from the code and the tests
 # make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
-# make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside
+# make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside, GUIDES=2000 hostile guides
 # make image      the container image with buildah; deploy/build_image.sh has the variables
 # make prometheus Prometheus of Debian in build/prometheus, for the tests of alerts and dashboard; not installed
 # make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
@@ -115,9 +115,11 @@ sanitize: setup
 	    $(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -q $(KERNEL_TESTS)
 
 INPUTS ?= 100000
+GUIDES ?= 2000
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
+	$(BIN)/python -m tests.fuzz.guides --guides $(GUIDES)
 
 image:
 	@deploy/build_image.sh
