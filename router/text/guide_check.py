@@ -1,4 +1,4 @@
-"""Check of guides before a request is admitted: each is compiled once, in a confined process (`guide_process.py`)."""
+"""Check of guides before a request is admitted: each is compiled once, in a confined child (`guide_process.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from decant.runtime.errors import InvalidArgument
 START_SECONDS = 120.0
 """Longest start of the process, which reads the tokenizer."""
 REPLY_SECONDS = 20.0
-"""Longest wait for a reply; the process ends itself after a fraction of it in CPU time."""
+"""Longest wait for a reply, which takes a fraction of it in CPU time."""
 MAX_KNOWN = 1024
 NO_DEADLINE = Deadline()
 TOO_MUCH = "a grammar that compiles in 0.75 s of CPU time and 512 MiB"
@@ -58,7 +58,7 @@ class GuideCheck:
 
     def _error(self, guide: Guide) -> InvalidRequest | None:
         try:
-            grammar = guide.grammar()
+            grammar = guide.matcher_grammar()
         except InvalidRequest as error:
             return error
         if not self._setup["eos"]:
@@ -69,11 +69,12 @@ class GuideCheck:
             return InvalidRequest(guide.field, "a model with another tokenizer", str(refusal))
         except OSError:
             self._end_process()
-            self._process = None
+            self._process = reason = None
+        if reason is None:
             return InvalidRequest(guide.field, TOO_MUCH, "one that needs more")
         return InvalidRequest(guide.field, "a grammar that compiles", reason) if reason else None
 
-    def _reply(self, request: dict[str, Any]) -> str:
+    def _reply(self, request: dict[str, Any]) -> str | None:
         if self._process is None or self._process.poll() is not None:
             self._end_process()
             self._process = _start()
@@ -112,8 +113,11 @@ def _close(pipe: IO[bytes]) -> None:
         os.close(pipe.fileno())
 
 
-def _exchange(process: subprocess.Popen[bytes], request: dict[str, Any], seconds: float) -> str:
-    """Send a request and return the reply's error. Raises OSError if the process ends, at last after ``seconds``."""
+def _exchange(process: subprocess.Popen[bytes], request: dict[str, Any], seconds: float) -> str | None:
+    """Send a request and return the reply's error; None: the child was ended.
+
+    Raises OSError if the process ends, at last after ``seconds``.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(seconds, process.kill)
@@ -128,5 +132,5 @@ def _exchange(process: subprocess.Popen[bytes], request: dict[str, Any], seconds
         timer.cancel()
     if not body:
         raise BrokenPipeError("its process ended")
-    error: str = json.loads(body)["error"]
+    error: str | None = json.loads(body)["error"]
     return error

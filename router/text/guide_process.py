@@ -1,18 +1,20 @@
-"""Confined process that compiles grammars: ``python -I guide_process.py``, used through stdin and stdout.
+"""Process that compiles grammars in confined children: ``python -I guide_process.py``, used through stdin and stdout.
 
-Compiling a hostile grammar may take any time and memory, or overflow the stack. Here that ends this process alone: by
-a signal after ``SECONDS`` of CPU time, or where an allocation beyond MEMORY_BYTES fails. What passes compiles in any
-worker, which has more of each. Outside the standard library it imports only llguidance.
+Compiling a hostile grammar may take any time and memory, or overflow the stack. Here that ends a child alone: by a
+signal after ``SECONDS`` of CPU time, or where an allocation beyond MEMORY_BYTES fails. The tokenizer is read once, by
+the parent. What passes compiles in any worker, which has more of each. Outside the standard library it imports only
+llguidance.
 
     message       length: u32, big-endian | JSON
     first         {"tokenizer": path of tokenizer.json, "vocabulary": size, "eos": [ids], "limits": LLParserLimits}
                   its reply is {"error": "..."} if the tokenizer can't be followed, else {"error": ""}
-    others        {"grammar": text of llguidance}, and the same replies
+    others        {"grammar": text of llguidance}, and the same replies, or {"error": null}: the child was ended
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import signal
@@ -25,8 +27,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 SECONDS = 0.75
 """Of CPU time for a grammar."""
+MAX_SECONDS = 15
+"""Of real time, less than the router waits."""
 MEMORY_BYTES = 512 << 20
 """Beside what the process has once the tokenizer is loaded."""
+MAX_ERROR_BYTES = 4096
+"""Less than a pipe holds."""
 STACK_BYTES = 4 << 20
 WALKS, WALK_TOKENS = 3, 48
 
@@ -62,20 +68,38 @@ def _follow(matcher: LLMatcher, draw: random.Random) -> str:
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     checker: Checker | None = None
     while len(length := requests.read(4)) == 4:
-        request, error = json.loads(requests.read(struct.unpack(">I", length)[0])), ""
+        request = json.loads(requests.read(struct.unpack(">I", length)[0]))
+        error: str | None = ""
         if checker is None:
             try:
                 checker = Checker(request)
             except BaseException as failure:  # noqa: BLE001 - the library's panics derive from BaseException
                 error = f"{failure}"
-            confine()
         else:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            error = checker.error(request["grammar"])
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            error = error_in_child(checker, request["grammar"])
         reply = json.dumps({"error": error}).encode()
         replies.write(struct.pack(">I", len(reply)) + reply)
         replies.flush()
+
+
+def error_in_child(checker: Checker, grammar: str) -> str | None:
+    """Check a grammar in a child. None: it ended without an answer."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            confine()
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            signal.alarm(MAX_SECONDS)
+            os.write(sending, checker.error(grammar).encode()[:MAX_ERROR_BYTES])
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(sending)
+    with open(receiving, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return None if status else answer.decode(errors="replace")
 
 
 def confine() -> None:

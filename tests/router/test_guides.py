@@ -13,6 +13,7 @@ from decant.engine.guides.guide import Guide, GuideKind
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.request.finish import finish_from_tokens
+from decant.router.text import guide_check
 from decant.router.text.guide_check import GuideCheck
 from decant.runtime.errors import InvalidArgument, Unimplemented
 from tests.router.factories import model, valid
@@ -110,11 +111,20 @@ async def test_structural_tags_are_refused_as_not_implemented() -> None:
     ],
     ids=["time", "stack", "states"],
 )
-async def test_a_hostile_guide_is_refused_and_the_next_one_is_compiled(guided: pb.GuidedDecoding) -> None:
+async def test_a_hostile_guide_is_refused_and_the_next_one_is_compiled_by_the_same_process(
+    guided: pb.GuidedDecoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    start = guide_check._start
+    monkeypatch.setattr(guide_check, "_start", lambda: started.append(1) or start())
+    check = GuideCheck(folder(tmp_path, MADE["byte_level"]()) / "tokenizer.json", 500, [1])
+    kind = guided.WhichOneof("guide")
+    assert kind is not None
     with pytest.raises(InvalidArgument, match=r"^guided\.") as refused:
-        await valid(guided=guided)
+        await check.check(Guide.of(kind, getattr(guided, kind)))
     assert "CPU time" in str(refused.value) or "compiles" in str(refused.value)
-    await valid(guided=Guided(regex=f"[a-z]{{{len(guided.json_schema) % 7 + 1}}}"))
+    await check.check(Guide(GuideKind.REGEX, "[a-z]{3}"))
+    assert len(started) == 1
 
 
 async def test_a_check_that_waits_does_not_stop_the_event_loop(tmp_path: Path) -> None:
