@@ -17,6 +17,8 @@ PROMPT = "def total(values):\n    result = 0\n" * 12
 OUTPUTS = 2
 TOKENS = 400
 """Of each output."""
+GUIDE = r"(\w|[ \n().,:=+*]){6000,}"
+"""No output ends before it has all its tokens."""
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -31,7 +33,7 @@ async def owner_of_a_run(running: Deployment) -> Worker | None:
 async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[list[int]]:
     sampling = pb.SamplingParams(temperature=1.0, seed=1, n=OUTPUTS)
     request = generate_request(PROMPT, sampling=sampling, max_tokens=TOKENS)
-    request.stopping.ignore_eos = True
+    request.guided.regex = GUIDE
     messages = []
     killed = None
     metadata = (("traceparent", f"00-{TRACE}-{CALLER}-01"),) if running is not None else ()
@@ -70,7 +72,7 @@ def check_trace(collector: Collector) -> None:
     assert [span.parent_span_id for span in decodes] == [second.span_id], "the killed worker exports no end"
 
 
-async def test_an_answer_outlives_the_decode_worker_that_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_guided_answer_outlives_the_decode_worker_that_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting() as collector:
         for name in [name for name in os.environ if name.startswith("OTEL_")]:
             monkeypatch.delenv(name)

@@ -3,59 +3,28 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator, FormatChecker
 
 from decant.engine.errors import InvalidRequest
 from decant.engine.guides.compiler import Grammar
 from decant.engine.guides.guide import Guide, GuideKind
-from tests.engine.guides.walk import compiler, walk
+from tests.engine.guides import json_suite, sampled
+from tests.engine.guides.json_suite import is_valid
+from tests.engine.guides.walk import allowed, compiler, pieces, walk
 
-DRAFTS = ("draft2020-12", "draft-next", "draft2019-09", "draft7", "draft6", "draft4", "draft3")
-"""Folders of the suite. Each schema is taken in the meaning of draft 2020-12."""
 ANSWERS = 5
 
 
 @pytest.fixture(scope="module")
 def suite(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Schemas of the suite by file and description, from the source distribution of jsonschema, which carries it."""
-    folder = Path(request.config.cache.mkdir("json-schema-test-suite"))
-    if not list(folder.glob("*.tar.gz")):
-        command = [sys.executable, "-m", "pip", "download", "jsonschema==4.26.0", "--no-deps", "--no-binary", ":all:"]
-        done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, timeout=120)
-        if not list(folder.glob("*.tar.gz")):
-            pytest.skip(f"the package index can't be reached: {done.stderr[-200:]}")
-    (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as files:
-        return dict(_schemas(files))
-
-
-def _schemas(files: tarfile.TarFile) -> Iterator[tuple[str, Any]]:
-    known = set()
-    for member in sorted(
-        files.getmembers(), key=lambda member: [draft in member.name for draft in DRAFTS], reverse=True
-    ):
-        match = re.search(r"/json/tests/([^/]+)/(.+)\.json$", member.name)
-        if match is None or match[1] not in DRAFTS:
-            continue
-        content = files.extractfile(member)
-        assert content is not None
-        for group in json.load(content):
-            schema = group["schema"]
-            if isinstance(schema, dict):
-                schema.pop("$schema", None)
-            text = json.dumps(schema)
-            if text not in known:
-                known.add(text)
-                yield f"{match[1]}/{match[2]}: {group['description']}", schema
+    try:
+        return json_suite.schemas(Path(request.config.cache.mkdir("json-schema-test-suite")))
+    except json_suite.NoPackageIndex as error:
+        pytest.skip(f"{error}")
 
 
 @pytest.mark.slow
@@ -70,7 +39,7 @@ def test_every_answer_of_a_schema_of_the_suite_validates_or_the_schema_is_refuse
         accepted += 1
         for answer in _answers(grammar):
             ended += 1
-            if not _is_valid(schema, answer):
+            if not is_valid(schema, answer):
                 wrong.append(f"{name}: {answer[:100]}")
     assert not wrong
     assert accepted >= 200
@@ -83,12 +52,14 @@ def _answers(grammar: Grammar) -> Iterator[str]:
             yield answer
 
 
-def _is_valid(schema: Any, answer: str) -> bool:
-    validator = Draft202012Validator(schema, format_checker=FormatChecker())
-    try:
-        return bool(validator.is_valid(json.loads(answer)))
-    except re.error:  # a pattern that Python's expressions lack
-        return True
+@pytest.mark.slow
+def test_every_sampled_answer_of_the_trained_model_that_is_complete_validates(suite: dict[str, Any]) -> None:
+    """All schemas: ``python -m tests.engine.guides.sampled``."""
+    some = dict(list(suite.items())[::16])
+    found = sampled.conformance(some, answers=2, max_tokens=96)
+    assert not found.wrong
+    assert found.accepted >= len(some) / 12
+    assert found.completed >= found.answers / 4
 
 
 @pytest.mark.parametrize("key", ["fo\\u006f", "f\\u006Fo", "\\u0066oo"])
@@ -105,6 +76,12 @@ def _accepts(schema: Any, answer: str) -> bool:
     matcher = compiler().grammar(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))).new_matcher()
     tokens = compiler().tokenize(answer)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_a_text_may_be_written_in_any_tokens() -> None:
+    """Else the library tokenizes all that can follow for each mask, in a time by its length."""
+    matcher = compiler().grammar(Guide(GuideKind.CHOICE, choices=("function foo",))).new_matcher()
+    assert {pieces()[token] for token in allowed(matcher.compute_bitmask())} > {b"f", b"function"}
 
 
 def test_whitespace_is_bounded_wherever_it_may_be() -> None:

@@ -16,7 +16,7 @@ from decant.engine.errors import InvalidRequest
 from decant.engine.fake import FakeDevice
 from decant.engine.guides import mask
 from decant.engine.guides.compiler import TOO_MANY_STATES, GrammarCompiler
-from decant.engine.guides.guide import Guide, GuideKind
+from decant.engine.guides.guide import MAX_CHOICES, Guide, GuideKind
 from decant.engine.guides.limits import PARSER_LIMITS
 from decant.engine.output import SequenceFinished
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
@@ -178,6 +178,13 @@ def test_a_grammar_with_one_endless_text_gives_a_mask_for_each_token() -> None:
     outputs, ends = run(make_engine(device=device()), guided("a", endless, max_tokens=12))
     assert text(outputs["a"]) == 12 * "t"
     assert ends["a"].reason is FinishReason.LENGTH
+
+
+def test_as_many_choices_as_allowed_are_followed() -> None:
+    choices = tuple(f"c{number:04d}" for number in range(MAX_CHOICES))
+    outputs, ends = run(make_engine(device=device()), guided("a", Guide(GuideKind.CHOICE, choices=choices)))
+    assert text(outputs["a"]) in choices
+    assert ends["a"].stop_token == END
 
 
 def test_an_error_of_a_grammar_names_its_line() -> None:
