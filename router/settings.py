@@ -16,7 +16,8 @@ _WHOLE_NUMBER = re.compile(r"-?\d{1,9}")
 
 class RouterSettings(MemberSettings):
     models: tuple[str, ...] = Field(
-        min_length=1, description="folders or hub names, optionally as ID=SOURCE; the first is the default model"
+        min_length=1,
+        description="folders, GGUF files or hub names, optionally as ID=SOURCE; the first is the default model",
     )
     add_bos: tuple[str, ...] = Field(
         default=(),

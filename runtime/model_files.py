@@ -12,10 +12,15 @@ from typing import Any
 from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from decant.runtime.gguf.folder import gguf_folder
+from decant.runtime.gguf.reader import GgufUnreadable
 from decant.runtime.tokenizer_files import facts_of
 
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
 """Files that are downloaded of a hub model."""
+
+GGUF = ".gguf"
+"""Suffix of files that are a whole model."""
 
 _WITHOUT_NETWORK = "without network, give a folder, or set HF_HOME to a cache that has the model"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -34,7 +39,7 @@ class ModelUnreadable(Exception):
 class ModelFiles:
     """Facts from a model's small files.
 
-    id                hub name, or the folder's name
+    id                hub name, or the name of the folder or GGUF file
     revision          hub commit, or a hash of a folder's small files
     context_length    in tokens
     vocab_size        rows of the embedding; may exceed the tokenizer's
@@ -60,12 +65,26 @@ class ModelFiles:
         return frozenset((self.token_ids, self.tokenizer_files))
 
 
+def local_folder(model: str) -> Path | None:
+    """Return a folder's path, or the folder made of a GGUF file; None for a name on the hub. Raises ModelUnreadable."""
+    path = Path(model)
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix != GGUF or not path.is_file():
+        return None
+    try:
+        return gguf_folder(path)
+    except GgufUnreadable as error:
+        raise ModelUnreadable(model, str(error)) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        reason = f"the files made of it can't be written: {error}; XDG_CACHE_HOME chooses their folder"
+        raise ModelUnreadable(model, reason) from None
+
+
 def find(model: str, revision: str | None = None, *, id: str | None = None) -> ModelFiles:
-    """Read a folder, or download a hub model. Raises ModelUnreadable."""
-    folder = Path(model)
-    if folder.is_dir():
-        folder = folder.resolve()
-        return _read(id or folder.name, model, folder, None)
+    """Read a folder or a GGUF file, or download a hub model. Raises ModelUnreadable."""
+    if (folder := local_folder(model)) is not None:
+        return _read(id or (folder.name if Path(model).is_dir() else Path(model).stem), model, folder, None)
     try:
         fetched = download(model, revision, PATTERNS)
     except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own

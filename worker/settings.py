@@ -23,7 +23,7 @@ _LIMITS = Limits()
 
 
 class WorkerSettings(MemberSettings):
-    model: str = Field(description="folder or hub name of the model")
+    model: str = Field(description="folder, GGUF file or hub name of the model")
     model_id: str | None = Field(
         default=None, min_length=1, description="id of the model for clients; unset: its own name"
     )

@@ -85,7 +85,7 @@ Interval = Annotated[float, Option(min=0.1, help="Seconds between two readings."
 
 # up
 ModelSource = Annotated[
-    str | None, Option(help="Folder or hub name of the model; unset: the packaged tiny-python model.")
+    str | None, Option(help="Folder, GGUF file or hub name of the model; unset: the packaged tiny-python model.")
 ]
 Routers = Annotated[int, Option(min=1, help="Number of routers.")]
 PrefillWorkers = Annotated[int, Option(min=0, help="Number of prefill workers.")]

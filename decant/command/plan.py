@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from decant.plan.simulation.outcome import Outcome
     from decant.plan.sizing import Plan
 
-Model = Annotated[str | None, Option(help="Folder with a config.json, such a file, or a name on the Hugging Face hub.")]
+Model = Annotated[
+    str | None, Option(help="Folder with a config.json, such a file, a GGUF file, or a name on the Hugging Face hub.")
+]
 Shape = Annotated[
     str | None,
     Option(

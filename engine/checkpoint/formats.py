@@ -9,6 +9,7 @@ from typing import Any
 from decant.engine.checkpoint.awq import Awq
 from decant.engine.checkpoint.compressed_tensors import CompressedTensors
 from decant.engine.checkpoint.fp8 import Fp8
+from decant.engine.checkpoint.gguf import Gguf
 from decant.engine.checkpoint.gptq import Gptq
 from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.errors import ModelRefused
@@ -17,6 +18,7 @@ FORMATS: dict[str, Callable[[str, Mapping[str, Any]], WeightFormat]] = {
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
+    "gguf": Gguf,
     "gptq": Gptq,
 }
 """Weight formats by ``quant_method``, made of a model's name and ``quantization_config``. They raise ModelRefused."""

@@ -1,6 +1,6 @@
 """A quantized weight is a value: what a file has of it, in the one form that every backend takes.
 
-    weight[o, i] = scales[g, o] * (codes[o, i] - zeros[g, o])        g = i // group
+    weight[o, i] = scales[g, o] * (codes[o, i] - zeros[g, o]) - mins[g, o]        g = i // group
 
 A format (``formats.py``) gives a ``Weight`` for each of its matrices; ``Backend.prepare`` makes a product of it.
 """
@@ -35,9 +35,10 @@ class Codes:
     """Codes [out, in] of a weight.
 
     scales  float32 [groups, out]
-    zeros   uint8 [groups, out], of int4 alone; None: all are 8
+    zeros   uint8 [groups, out], of int4 alone; None: all are 8, or 0 with ``mins``
     group   inputs with a common scale, the last group may have fewer
     order   the input of each column, int64 [in]; None: as they are
+    mins    float32 [groups, out], of int4 without zeros alone; None: all are 0
     """
 
     kind: CodeKind
@@ -46,17 +47,22 @@ class Codes:
     group: int
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    mins: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         outputs, inner = self.codes.shape
         groups = -(-inner // self.group)
         if self.codes.dtype != self.kind.value:
             raise ValueError(f"codes: {self.kind.value}, got {self.codes.dtype}")
-        for name, each in (("scales", self.scales), ("zero points", self.zeros)):
+        for name, each in (("scales", self.scales), ("zero points", self.zeros), ("minima", self.mins)):
             if each is not None and each.shape != (groups, outputs):
                 raise ValueError(f"{name} are {list(each.shape)}: by its shape they are [{groups}, {outputs}]")
         if not bool((self.scales.isfinite() & (self.scales != 0)).all()):
             raise ValueError("a scale is zero, infinite or not a number")
+        if self.mins is not None and not bool(self.mins.isfinite().all()):
+            raise ValueError("a minimum is infinite or not a number")
+        if self.mins is not None and (self.kind is not CodeKind.INT4 or self.zeros is not None):
+            raise ValueError("minima: only of int4, and without zero points")
         if self.zeros is not None and int(self.zeros.max()) > 15:
             raise ValueError(f"a zero point is {int(self.zeros.max())}, and codes end at 15")
         if self.kind is CodeKind.FP8 and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
@@ -70,8 +76,9 @@ class Codes:
 
     @property
     def has_kernel_group(self) -> bool:
-        """Whether kernels take the group: all inputs, or a multiple of 8 up to MAX_GROUP."""
-        return self.group >= self.shape[1] or (self.group % 8 == 0 and self.group <= MAX_GROUP)
+        """Whether kernels take the group, all inputs or a multiple of 8 up to MAX_GROUP, and there are no minima."""
+        is_taken = self.group >= self.shape[1] or (self.group % 8 == 0 and self.group <= MAX_GROUP)
+        return is_taken and self.mins is None
 
     def in_order(self) -> Codes:
         """Return the same codes for rows that are in ``order`` already."""
@@ -87,8 +94,8 @@ class Codes:
             last = each.narrow(dim, each.shape[dim] - 1, 1)
             return torch.cat([each, *[last] * missing], dim)
 
-        zeros = None if self.zeros is None else pad(self.zeros, 1)
-        return replace(self, codes=pad(self.codes, 0), scales=pad(self.scales, 1), zeros=zeros)
+        zeros, mins = (None if each is None else pad(each, 1) for each in (self.zeros, self.mins))
+        return replace(self, codes=pad(self.codes, 0), scales=pad(self.scales, 1), zeros=zeros, mins=mins)
 
     def dequantize(self, dtype: torch.dtype, first: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return the weight's outputs from ``first`` to ``stop``: products in float32, or in float64 for float64."""
@@ -96,9 +103,11 @@ class Codes:
         rows = slice(first, stop)
         numbers = self.codes[rows].to(wide)
         inner = numbers.shape[1]
-        if self.kind is CodeKind.INT4:
+        if self.kind is CodeKind.INT4 and self.mins is None:
             numbers -= 8 if self.zeros is None else self._spread(self.zeros[:, rows], inner)
         numbers *= self._spread(self.scales[:, rows], inner)
+        if self.mins is not None:
+            numbers -= self._spread(self.mins[:, rows], inner)
         numbers = numbers.to(dtype)
         if self.order is None:
             return numbers

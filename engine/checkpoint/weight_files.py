@@ -1,6 +1,7 @@
 """Check a model folder by its files alone, without torch and without reading weights.
 
 A safetensors file: little-endian u64 length of the header; header, JSON of name -> dtype, shape and offsets; tensors.
+The folder of a GGUF file has such a header beside it (gguf.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decant.engine.checkpoint import weight_shapes
+from decant.engine.checkpoint import gguf, weight_shapes
 from decant.engine.checkpoint.formats import find_format
 from decant.engine.checkpoint.weight_format import FLOATS
 from decant.engine.checkpoint.weight_shapes import Stored
@@ -31,7 +32,7 @@ _MALFORMED = (AttributeError, LookupError, OSError, OverflowError, RecursionErro
 def check(folder: Path) -> None:
     """Check configuration, format and headers of weights. Raises ModelRefused with the file and the reason."""
     if not folder.is_dir():
-        raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
+        raise ModelRefused(str(folder), "it is a file; a folder, a GGUF file or a hub name is needed")
     if not (folder / "config.json").is_file():
         check_adapters(folder, str(folder))  # a folder with only an adapter has no config.json
     config = read_config(folder)
@@ -93,6 +94,10 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
         raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / gguf.INDEX).is_file():
+        if not (folder / gguf.WEIGHTS).is_file():
+            raise ModelRefused(name, f"the GGUF file that {gguf.WEIGHTS} is a link to is missing")
+        return [folder / gguf.WEIGHTS]
     if not (folder / INDEX).is_file():
         raise ModelRefused(name, _no_weights(folder))
     shards = read_json(folder / INDEX, name).get("weight_map")
@@ -149,6 +154,8 @@ def _no_weights(folder: Path) -> str:
 
 def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
     try:
+        if file.name == gguf.WEIGHTS:
+            return gguf.read_index(file)
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             content = json.loads(stream.read(min(length, _MAX_HEADER_BYTES)))

@@ -118,8 +118,8 @@ class CodedWeight(NativeWeight):
 
 class Dequantized:
     def __init__(self, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        zeros = None if codes.zeros is None else codes.zeros.clone()
-        self._codes = replace(codes, codes=codes.codes.clone(), scales=codes.scales.clone(), zeros=zeros)
+        zeros, mins = (None if each is None else each.clone() for each in (codes.zeros, codes.mins))
+        self._codes = replace(codes, codes=codes.codes.clone(), scales=codes.scales.clone(), zeros=zeros, mins=mins)
         self._dtype = dtype
         self._bias = None if bias is None else bias.detach().clone()
 

@@ -196,7 +196,7 @@ def load(sources: Iterable[str], add_bos: Collection[str] = ()) -> Models:
 
 def _split_source(source: str) -> tuple[str | None, str]:
     id, equals, location = source.partition("=")
-    if not equals or Path(source).is_dir():
+    if not equals or Path(source).exists():
         return None, source
     return id or None, location
 

@@ -21,6 +21,7 @@ from decant.command.up.command import check
 from decant.command.up.options import UpOptions
 from decant.models import path
 from decant.state.private_redis import PrivateRedis
+from tests import gguf_files
 from tests.runtime.certificates import Certificates
 
 GIB = 1 << 30
@@ -52,12 +53,22 @@ def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
 
 
 def test_an_empty_model_name_is_refused_instead_of_serving_the_default() -> None:
-    assert refusal(model="") == "--model: a folder or a hub name, got ''"
+    assert refusal(model="") == "--model: a folder, a GGUF file or a hub name, got ''"
 
 
 def test_a_file_is_refused_as_a_model_without_asking_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    needed = "it is a file; a folder, a GGUF file or a hub name is needed"
+    assert refusal(model=f"{tmp_path}/model.bin").endswith(needed)
     (tmp_path / "model.gguf").touch()
-    assert refusal(model=f"{tmp_path}/model.gguf").endswith("it is a file; a folder or a hub name is needed")
+    assert refusal(model=f"{tmp_path}/model.gguf") == f"--model: {tmp_path}/model.gguf: it is empty"
+
+
+def test_a_gguf_file_is_accepted_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = gguf_files.small().write(tmp_path / "model.gguf")
+    check(UpOptions(model=str(file), port=0, kv_memory="32M"))
+    assert resources.weights_size(str(file), "float32") == file.stat().st_size
 
 
 def break_config(model: Path) -> str:

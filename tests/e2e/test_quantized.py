@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from decant import models
 from decant.engine.engine import Engine
@@ -13,6 +16,8 @@ from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.model_files import local_folder
+from tests import gguf_files
 from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, join_messages, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.test_killed_workers import PROMPT, owner_of_a_run
@@ -66,4 +71,34 @@ async def test_workers_whose_formats_differ_exchange_no_caches() -> None:
         assert len(answer.ids) == 8
         assert answer.receipt.handoff_bytes == 0
         assert answer.receipt.prefill_worker == ""
+        await asyncio.to_thread(running.settled)
+
+
+def as_gguf(path: Path) -> Path:
+    """The trained model with weights in Q8_0. Its tokenizer splits a text as that of Qwen2 does."""
+    described = json.loads((models.path() / "tokenizer.json").read_text())["model"]
+    vocabulary = {"model": "gpt2", "pre": "qwen2", "tokens": list(described["vocab"]), "add_bos_token": True}
+    vocabulary |= {"merges": [" ".join(merge) for merge in described["merges"]], "bos_token_id": 0, "eos_token_id": 1}
+    vocabulary |= {"token_type": [gguf_files.CONTROL] * 2 + [gguf_files.NORMAL] * (len(described["vocab"]) - 2)}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
+    return gguf_files.of_folder(models.path(), gguf_files.Type.Q8_0, metadata).write(path)
+
+
+async def test_a_deployment_of_a_gguf_file_gives_the_text_of_one_engine_through_the_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = as_gguf(tmp_path / "tiny.gguf")
+    with deployment(dtype="bfloat16", model=str(path), worker=SMALL_KV) as running:
+        channel, stub = open_stub(running.address)
+        async with channel:
+            answer = await ask(stub, generate_request(PROMPT, max_tokens=40))
+        folder = local_folder(str(path))
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        config = ModelConfig(str(folder), dtype="bfloat16", device="cpu", kv_bytes=32 << 20)
+        request = Request("r", tuple(tokenizer.encode(PROMPT).ids), stop=StopParams(max_tokens=40))
+        expected = tiny.run(Engine(load(config), Limits(context_length=2048)), [request]).tokens["r"]
+        assert answer.receipt.handoff_bytes > 0
+        assert answer.ids == expected
+        assert answer.text == tokenizer.decode(expected)
         await asyncio.to_thread(running.settled)

@@ -35,6 +35,8 @@ from decant.router.vllm.requests import generate_request
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import DETAILS_KEY, from_trailers, to_status
 from decant.runtime.errors import InvalidArgument, ServiceError, from_detail
+from decant.runtime.gguf.folder import small_files
+from decant.runtime.gguf.reader import GgufUnreadable
 from decant.runtime.model_files import ModelUnreadable, find
 from decant.runtime.packed import pack as pack_numbers
 from decant.runtime.serving.admin import AdminServer
@@ -49,6 +51,7 @@ from decant.state.errors import UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.keys import Ttls
 from decant.worker.wire_codec import RequestRejected, to_requests
+from tests import gguf_files
 from tests.fuzz.mutation import Mutate, mutate_header, mutate_json, mutate_toml, of_bytes
 from tests.handoff.test_packing import RUN, SMALL, blocks_of
 from tests.router.factories import context_length, tiny
@@ -233,6 +236,12 @@ def _store() -> Iterator[Target]:
     yield Target("directory", _serialized(registration), entry, ())
 
 
+def _gguf(folder: Path) -> bytes:
+    content = gguf_files.small(kind=gguf_files.Type.Q4_0).write(folder / "seed.gguf").read_bytes()
+    (folder / "seed.gguf").unlink()
+    return content
+
+
 def _files(folder: Path) -> Iterator[Target]:
     """Files of a model and of an operator."""
     source = trained.path()
@@ -255,6 +264,12 @@ def _files(folder: Path) -> Iterator[Target]:
         (folder / "model.safetensors").write_bytes(data)
         weight_files.check(folder)
 
+    def gguf(data: bytes) -> None:
+        file = folder / "model.gguf"
+        file.write_bytes(data)
+        small_files(file)
+        file.unlink()
+
     def weights_config(data: bytes) -> None:
         (folder / "config.json").write_bytes(data)
         (folder / "model.safetensors").write_bytes(_weights())
@@ -272,6 +287,7 @@ def _files(folder: Path) -> Iterator[Target]:
         yield Target(name, [seeds[name], MORE_FILES[name]], model_file(name), (ModelUnreadable,), mutate_json)
     with_weights = [seeds["config.json"], MORE_FILES["config.json"]]
     yield Target("config.json of weights", with_weights, weights_config, (ModelRefused,), mutate_json)
+    yield Target("gguf", [_gguf(folder)], gguf, (GgufUnreadable,))
     yield Target("safetensors header", [_weights()], weights, (ModelRefused,), mutate_header)
     models = Models([tiny()])
     yield Target(

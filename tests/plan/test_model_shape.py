@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from decant import models
 from decant.engine.checkpoint import checkpoint
 from decant.engine.errors import ModelRefused
-from decant.plan.capacity.model_shape import parse_shape, read_shape
+from decant.plan.capacity.model_shape import find_shape, parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
+from tests import gguf_files
 from tests.engine import tiny, tiny_configs
 from tests.engine.served import edit, serve
 from tests.engine.test_architectures import REFUSED
@@ -125,3 +126,12 @@ def test_a_quantized_checkpoint_is_planned_with_its_own_bits(tmp_path: Path) -> 
     assert (plain.quantization, shape.quantization) == (None, "int4")
     assert shape.params == plain.params
     assert shape.weight_bytes("bfloat16", shape.quantization) < plain.weight_bytes("bfloat16", plain.quantization)
+
+
+def test_a_gguf_file_is_planned_with_the_bits_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = find_shape(str(gguf_files.small(kind=gguf_files.Type.Q4_0).write(tmp_path / "small-q4.gguf")))
+    assert (shape.name, shape.quantization, shape.heads) == ("small-q4", "int4", 4)
+    (tmp_path / "bad.gguf").write_bytes(b"GGML")
+    with pytest.raises(InvalidPlan, match=r"a GGUF file that is served \(it does not begin with GGUF\)"):
+        find_shape(str(tmp_path / "bad.gguf"))

@@ -17,7 +17,7 @@ from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
 from decant.runtime.cores import available_cores
-from decant.runtime.model_files import ModelFiles
+from decant.runtime.model_files import ModelFiles, local_folder
 from decant.runtime.telemetry import logs
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
@@ -62,7 +62,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
     threads = settings.threads or available_cores()
     torch.set_num_threads(threads)  # for this thread and those that start later
     config = ModelConfig(
-        model=settings.model,
+        model=str(local_folder(settings.model) or settings.model),
         revision=settings.model_revision,
         dtype=settings.dtype,
         device=settings.device,

@@ -23,7 +23,7 @@ from decant.plan.quantities import show_bytes
 from decant.router.text.served_model import served
 from decant.runtime.connections import tls
 from decant.runtime.connections.tls import PeerTls
-from decant.runtime.model_files import ModelUnreadable, find
+from decant.runtime.model_files import ModelUnreadable, find, local_folder
 from decant.runtime.settings import SettingError, variable_name
 from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
@@ -32,13 +32,13 @@ from decant.state.store import Store, StoreSettings
 def check_model(options: UpOptions) -> None:
     model = model_of(options)
     if not model:
-        raise CommandFailed("--model: a folder or a hub name, got ''", status=2)
+        raise CommandFailed("--model: a folder, a GGUF file or a hub name, got ''", status=2)
     is_there = Path(model).exists()
     if not is_there and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise CommandFailed(f"--model: no such folder: {model}", status=2)
     try:
         if is_there:
-            weight_files.check(Path(model))
+            weight_files.check(local_folder(model) or Path(model))
         files = find(model)
         config = weight_files.read_config(files.folder)
         weight_files.check_format(files.folder, config)

@@ -11,6 +11,7 @@ from decant.engine.kv_layout import HOST_KV_BYTES
 from decant.plan.quantities import show_bytes
 from decant.runtime import cgroup
 from decant.runtime.byte_size import parse_byte_size
+from decant.runtime.model_files import local_folder
 
 KV_FLOOR = 16 << 20
 PROCESS_BYTES = 256 << 20
@@ -67,8 +68,7 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    folder = Path(model)
-    if folder.is_dir():
+    if (folder := local_folder(model)) is not None:
         return folder
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

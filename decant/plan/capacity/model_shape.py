@@ -87,10 +87,13 @@ class ModelShape:
 
 
 def find_shape(model: str) -> ModelShape:
-    """Find the shape of a folder, a config.json, or a name on the Hugging Face hub, from which only that is downloaded.
+    """Find the shape of a folder, a config.json, a GGUF file, or a name on the Hugging Face hub, from which only a
+    config.json is downloaded.
 
     Raises InvalidPlan, and ModelRefused for what a worker refuses.
     """
+    if Path(model).suffix == ".gguf" and Path(model).is_file():
+        return _read_gguf(Path(model))
     if Path(model).exists() or not _HUB_NAME.fullmatch(model):
         return read_shape(Path(model))
     try:
@@ -116,6 +119,17 @@ def read_shape(path: Path) -> ModelShape:
     """Find the shape of a config.json, or of the one in a folder. Raises InvalidPlan and ModelRefused."""
     file = path / "config.json" if path.is_dir() else path
     return _outlined(file, str(path), file.parent.resolve().name)
+
+
+def _read_gguf(file: Path) -> ModelShape:
+    from decant.runtime.model_files import ModelUnreadable, local_folder  # of the extra "router"
+
+    try:
+        folder = local_folder(str(file))
+    except ModelUnreadable as error:
+        raise InvalidPlan("--model", f"a GGUF file that is served ({error.reason})", file) from None
+    assert folder is not None
+    return _outlined(folder / "config.json", str(folder), file.stem)
 
 
 def _outlined(file: Path, model: str, name: str) -> ModelShape:
