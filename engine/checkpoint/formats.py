@@ -11,6 +11,7 @@ from decant.engine.checkpoint.compressed_tensors import CompressedTensors
 from decant.engine.checkpoint.fp8 import Fp8
 from decant.engine.checkpoint.gguf import Gguf
 from decant.engine.checkpoint.gptq import Gptq
+from decant.engine.checkpoint.mxfp4 import Mxfp4
 from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.errors import ModelRefused
 
@@ -20,6 +21,7 @@ FORMATS: dict[str, Callable[[str, Mapping[str, Any]], WeightFormat]] = {
     "fp8": Fp8,
     "gguf": Gguf,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 """Weight formats by ``quant_method``, made of a model's name and ``quantization_config``. They raise ModelRefused."""
 
