@@ -19,7 +19,11 @@ NORMAL, CONTROL, USER_DEFINED = (int(kind) for kind in (gguf.TokenType.NORMAL, g
 Numbers = Any
 """An array of numpy."""
 
-_DRAWN = {Type.Q4_K: (144, (0, 2), 1 / 100), Type.Q6_K: (210, (208,), 1 / 1500)}
+_DRAWN = {
+    Type.Q4_K: (144, (0, 2), 1 / 100),
+    Type.Q5_K: (176, (0, 2), 1 / 200),
+    Type.Q6_K: (210, (208,), 1 / 1500),
+}
 """Types that the package can't quantize to: bytes of a block, positions of its float16 scales, their size."""
 
 

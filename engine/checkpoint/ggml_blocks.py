@@ -14,7 +14,10 @@ from decant.engine.checkpoint.weight import CodeKind, Codes
 KINDS = {
     "Q8_0": CodeKind.INT8,
     "Q5_0": CodeKind.INT8,
+    "Q5_1": CodeKind.INT8,
+    "Q5_K": CodeKind.INT8,
     "Q4_0": CodeKind.INT4,
+    "Q4_1": CodeKind.INT4,
     "Q4_K": CodeKind.INT4,
     "Q6_K": CodeKind.INT8,
 }
@@ -31,13 +34,29 @@ def _q8_0(blocks: torch.Tensor) -> Codes:
 
 
 def _q5_0(blocks: torch.Tensor) -> Codes:
-    fifth = _bits(blocks[..., 2:6], 1).view(torch.int8)
-    codes = _halves(blocks[..., 6:]).view(torch.int8) | fifth << 4
-    return _make(CodeKind.INT8, codes - 16, _half(blocks[..., :2]))
+    codes = _halves(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+    return _make(CodeKind.INT8, codes.view(torch.int8) - 16, _half(blocks[..., :2]))
+
+
+def _q5_1(blocks: torch.Tensor) -> Codes:
+    codes = _halves(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    return _make(CodeKind.INT8, codes.view(torch.int8), _half(blocks[..., :2]), -_half(blocks[..., 2:4]))
+
+
+def _q5_k(blocks: torch.Tensor) -> Codes:
+    scales, mins = _six_bits(blocks[..., 4:16])
+    lower = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(2, 3)
+    fifth = torch.stack([blocks[..., 16:48] >> bit & 1 for bit in range(8)], -2)
+    codes = (lower | fifth << 4).view(torch.int8)
+    return _make(CodeKind.INT8, codes, _half(blocks[..., :2]) * scales, _half(blocks[..., 2:4]) * mins)
 
 
 def _q4_0(blocks: torch.Tensor) -> Codes:
     return _make(CodeKind.INT4, _halves(blocks[..., 2:]), _half(blocks[..., :2]))
+
+
+def _q4_1(blocks: torch.Tensor) -> Codes:
+    return _make(CodeKind.INT4, _halves(blocks[..., 4:]), _half(blocks[..., :2]), -_half(blocks[..., 2:4]))
 
 
 def _q4_k(blocks: torch.Tensor) -> Codes:
@@ -57,7 +76,10 @@ def _q6_k(blocks: torch.Tensor) -> Codes:
 _DECODERS: dict[str, tuple[int, Callable[[torch.Tensor], Codes]]] = {
     "Q8_0": (34, _q8_0),
     "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q5_K": (176, _q5_k),
     "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
     "Q4_K": (144, _q4_k),
     "Q6_K": (210, _q6_k),
 }
@@ -90,9 +112,9 @@ def _halves(pairs: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs & 15, pairs >> 4], -1)
 
 
-def _bits(content: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of some bits in bytes, the lowest first: [.., n] -> [.., n * 8 / bits]."""
-    return torch.stack([content >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(-2)
+def _bits(content: torch.Tensor) -> torch.Tensor:
+    """The bits of bytes, the lowest first: [.., n] -> [.., 8n]."""
+    return torch.stack([content >> bit & 1 for bit in range(8)], -1).flatten(-2)
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,9 +5,9 @@
 
     F32, F16, BF16  plain numbers
     Q8_0            int8, a scale for 32 inputs
-    Q5_0            5 bits as int8, a scale for 32 inputs
-    Q4_0            int4, a scale for 32 inputs
-    Q4_K            int4, a scale and a minimum for 32 inputs, each 6 bits times a number for 256
+    Q5_0, Q5_1      5 bits as int8, a scale for 32 inputs, of Q5_1 with a minimum
+    Q4_0, Q4_1      int4, a scale for 32 inputs, of Q4_1 with a minimum
+    Q4_K, Q5_K      int4, or 5 bits as int8, a scale and a minimum for 32 inputs, each 6 bits times a number for 256
     Q6_K            6 bits as int8, a scale for 16 inputs, 8 bits times a number for 256
 
 Rows of a tensor with ``pairs_of_heads`` alternate between the halves of a head, and are put in order here.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, INDEX = "model.gguf", "model.gguf.index.json"
 
-BLOCKS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q6_K")
+BLOCKS = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 class Gguf:

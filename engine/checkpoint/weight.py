@@ -38,7 +38,7 @@ class Codes:
     zeros   uint8 [groups, out], of int4 alone; None: all are 8, or 0 with ``mins``
     group   inputs with a common scale, the last group may have fewer
     order   the input of each column, int64 [in]; None: as they are
-    mins    float32 [groups, out], of int4 without zeros alone; None: all are 0
+    mins    float32 [groups, out], of int8, and of int4 without zeros; None: all are 0
     """
 
     kind: CodeKind
@@ -61,8 +61,8 @@ class Codes:
             raise ValueError("a scale is zero, infinite or not a number")
         if self.mins is not None and not bool(self.mins.isfinite().all()):
             raise ValueError("a minimum is infinite or not a number")
-        if self.mins is not None and (self.kind is not CodeKind.INT4 or self.zeros is not None):
-            raise ValueError("minima: only of int4, and without zero points")
+        if self.mins is not None and (self.kind is CodeKind.FP8 or self.zeros is not None):
+            raise ValueError("minima: not of fp8, and not beside zero points")
         if self.zeros is not None and int(self.zeros.max()) > 15:
             raise ValueError(f"a zero point is {int(self.zeros.max())}, and codes end at 15")
         if self.kind is CodeKind.FP8 and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
@@ -76,9 +76,8 @@ class Codes:
 
     @property
     def has_kernel_group(self) -> bool:
-        """Whether kernels take the group, all inputs or a multiple of 8 up to MAX_GROUP, and there are no minima."""
-        is_taken = self.group >= self.shape[1] or (self.group % 8 == 0 and self.group <= MAX_GROUP)
-        return is_taken and self.mins is None
+        """Whether kernels take the group: all inputs, or a multiple of 8 up to MAX_GROUP."""
+        return self.group >= self.shape[1] or (self.group % 8 == 0 and self.group <= MAX_GROUP)
 
     def in_order(self) -> Codes:
         """Return the same codes for rows that are in ``order`` already."""

@@ -109,9 +109,9 @@ class CodedWeight(NativeWeight):
         super().__init__(kernels.multiply, codes.shape, dtype, bias)
         scales = codes.scales * _FP8_FACTOR if codes.kind is CodeKind.FP8 else codes.scales
         has_half_scales = torch.equal(scales.half().float(), scales)
-        tensors = [codes.codes.contiguous(), scales.contiguous()]
-        tensors += [] if codes.zeros is None else [codes.zeros.contiguous()]
-        addresses = [tensor.data_ptr() for tensor in tensors] + [0] * (3 - len(tensors))
+        parts = (codes.codes, scales, codes.zeros, codes.mins)
+        tensors = [None if part is None else part.contiguous() for part in parts]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         kind, size = _KINDS[codes.kind], (*codes.shape, codes.group)
         self._pack(lambda to: kernels.pack_codes(self._half, kind, *addresses, has_half_scales, to, *size))
 

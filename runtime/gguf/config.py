@@ -17,7 +17,10 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _LIMIT = 1 << 31
 _SCALING = "rope.scaling."
-_QUANTIZATION = {"Q8_0": "int8", "Q6_K": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q4_K": "int4"}
+_QUANTIZATION = {
+    **dict.fromkeys(("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K"), "int8"),
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "int4"),
+}
 """Names of ``decant plan``."""
 _DTYPES = {"F16": "float16", "F32": "float32"}
 _USED = frozenset(

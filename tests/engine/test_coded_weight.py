@@ -25,12 +25,20 @@ def kernels(build: str) -> ModuleType | None:
 
 
 def make_codes(
-    kind: CodeKind, outputs: int, inner: int, group: int, *, has_zeros: bool = False, has_half_scales: bool = True
+    kind: CodeKind,
+    outputs: int,
+    inner: int,
+    group: int,
+    *,
+    has_zeros: bool = False,
+    has_mins: bool = False,
+    has_half_scales: bool = True,
 ) -> Codes:
     generator = torch.Generator().manual_seed(outputs + 31 * inner + group)
     groups = -(-inner // group)
     scales = torch.rand(groups, outputs, generator=generator) / 50 + 0.001
     zeros = torch.randint(16, (groups, outputs), generator=generator).to(torch.uint8) if has_zeros else None
+    mins = torch.rand(groups, outputs, generator=generator) / 5 if has_mins else None
     match kind:
         case CodeKind.INT8:
             codes = torch.randint(-128, 128, (outputs, inner), generator=generator).to(torch.int8)
@@ -39,7 +47,7 @@ def make_codes(
         case CodeKind.FP8:
             some = torch.randint(256, (outputs, inner), generator=generator).to(torch.uint8)
             codes = torch.where(some & 127 == 127, 0, some).view(torch.float8_e4m3fn)
-    return Codes(kind, codes, scales.half().float() if has_half_scales else scales, group, zeros)
+    return Codes(kind, codes, scales.half().float() if has_half_scales else scales, group, zeros, mins=mins)
 
 
 def product_of(codes: Codes, dtype: torch.dtype, build: str, bias: torch.Tensor | None = None) -> Product:
@@ -50,10 +58,10 @@ def product_of(codes: Codes, dtype: torch.dtype, build: str, bias: torch.Tensor 
 def any_codes(draw: st.DrawFn) -> Codes:
     kind, inner = draw(st.sampled_from(list(CodeKind))), draw(st.integers(1, 1700))
     group = draw(st.sampled_from([inner, 8, 32, 64, 128, 24, 512]))
-    has_zeros = kind is CodeKind.INT4 and draw(st.booleans())
-    return make_codes(
-        kind, draw(st.sampled_from([64, 128])), inner, group, has_zeros=has_zeros, has_half_scales=draw(st.booleans())
-    )
+    options = {"has_half_scales": draw(st.booleans())}
+    if kind is not CodeKind.FP8 and draw(st.booleans()):
+        options["has_mins" if kind is CodeKind.INT8 or draw(st.booleans()) else "has_zeros"] = True
+    return make_codes(kind, draw(st.sampled_from([64, 128])), inner, group, **options)
 
 
 def is_close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
@@ -82,8 +90,10 @@ def test_a_product_is_that_of_the_float64_weight_up_to_rounding(build: str, data
 CASES: list[Callable[[], Codes]] = [
     lambda: make_codes(CodeKind.INT8, 192, 2601, 2601),
     lambda: make_codes(CodeKind.INT8, 128, 1536, 128, has_half_scales=False),
+    lambda: make_codes(CodeKind.INT8, 128, 1536, 32, has_mins=True),
     lambda: make_codes(CodeKind.INT4, 192, 2624, 64),
     lambda: make_codes(CodeKind.INT4, 128, 1403, 32, has_zeros=True),
+    lambda: make_codes(CodeKind.INT4, 128, 1403, 32, has_mins=True, has_half_scales=False),
     lambda: make_codes(CodeKind.FP8, 128, 1500, 128),
 ]
 
@@ -125,6 +135,17 @@ def test_every_code_is_its_number(kind: CodeKind, build: str) -> None:
     assert torch.equal(numbers.T.float(), weight.dequantize(torch.float32))
 
 
+@every_build
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_minimum_is_subtracted_from_each_weight_of_its_group(dtype: torch.dtype, build: str) -> None:
+    codes = torch.arange(16).to(torch.uint8).repeat(64, 4)
+    scales, mins = torch.tensor([[0.5], [2.0]]).repeat(1, 64), torch.tensor([[1.0], [-3.0]]).repeat(1, 64)
+    weight = Codes(CodeKind.INT4, codes, scales, 32, mins=mins)
+    expected = torch.cat([torch.arange(16) * 0.5 - 1] * 2 + [torch.arange(16) * 2.0 + 3] * 2)
+    assert torch.equal(weight.dequantize(torch.float64)[7], expected.double())
+    assert torch.equal(product_of(weight, dtype, build)(torch.eye(64).to(dtype))[:, 7].float(), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_coded_weight_takes_little_more_than_its_codes(dtype: torch.dtype) -> None:
     for build in native.supported_modules():
@@ -134,6 +155,8 @@ def test_a_coded_weight_takes_little_more_than_its_codes(dtype: torch.dtype) -> 
             group = 64 if kind is CodeKind.INT4 else 896
             weight = CodedWeight(module, make_codes(kind, 1152, 896, group), None, dtype)
             assert weight._weight.nbytes < most * 1152 * 896
+        with_mins = make_codes(CodeKind.INT4, 1152, 896, 32, has_mins=True, has_half_scales=False)
+        assert CodedWeight(module, with_mins, None, dtype)._weight.nbytes < 0.76 * 1152 * 896
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,11 @@ from tests.gguf_files import GgufFile
 CODED = {
     Type.Q8_0: CodeKind.INT8,
     Type.Q5_0: CodeKind.INT8,
+    Type.Q5_1: CodeKind.INT8,
+    Type.Q5_K: CodeKind.INT8,
     Type.Q6_K: CodeKind.INT8,
     Type.Q4_0: CodeKind.INT4,
+    Type.Q4_1: CodeKind.INT4,
     Type.Q4_K: CodeKind.INT4,
 }
 every_type = pytest.mark.parametrize("kind", CODED, ids=lambda kind: kind.name)

@@ -249,7 +249,9 @@ def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
     size, threads = st.integers(-3, 4), st.sampled_from([1, 2, 0, -1, 2**31 - 1])
     one: dict[str, Callable[[], Any]] = {
         "pack": lambda: module.pack(half, at, 0, data.draw(size), data.draw(size)),
-        "pack_codes": lambda: module.pack_codes(half, data.draw(size), at, at, data.draw(where), half, 0, *sizes(3)),
+        "pack_codes": lambda: module.pack_codes(
+            half, data.draw(size), at, at, data.draw(where), data.draw(where), half, 0, *sizes(3)
+        ),
         "multiply": lambda: module.multiply(
             half, data.draw(st.booleans()), data.draw(where), at, 0, at, *sizes(3), data.draw(threads)
         ),

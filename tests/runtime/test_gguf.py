@@ -142,16 +142,16 @@ def test_a_file_that_is_not_served_is_refused_by_the_name_of_its_entry(
     ("name", "kind", "reason"),
     [
         ("blk.0.ffn_gate_exps.weight", Type.F32, r"the tensor blk\.0\.ffn_gate_exps\.weight is not one of a llama"),
-        ("blk.0.attn_q.weight", Type.Q5_K, r"Q5_K weights are not served \(blk\.0\.attn_q\.weight\); F32, F16"),
+        ("blk.0.attn_q.weight", Type.Q3_K, r"Q3_K weights are not served \(blk\.0\.attn_q\.weight\); F32, F16"),
         ("blk.0.attn_q.weight", Type.I8, r"I8 weights are not served \(blk\.0\.attn_q\.weight\)"),
         ("blk.0.attn_k.weight", Type.F32, r"blk\.0\.attn_k\.weight has 2 rows: by its metadata 2 heads"),
     ],
 )
 def test_a_tensor_that_is_not_served_is_refused_by_its_name(name: str, kind: Type, reason: str, tmp_path: Path) -> None:
     file = gguf_files.small()
-    is_bytes = kind in (Type.Q5_K, Type.I8)
+    is_bytes = kind in (Type.Q3_K, Type.I8)
     file.tensors[name] = (
-        np.zeros((2, 176), np.uint8 if kind is Type.Q5_K else np.int8 if is_bytes else np.float32),
+        np.zeros((2, 110), np.uint8 if kind is Type.Q3_K else np.int8 if is_bytes else np.float32),
         kind,
     )
     with pytest.raises(ModelUnreadable, match=reason):

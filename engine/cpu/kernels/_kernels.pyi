@@ -13,6 +13,7 @@ def pack_codes(
     codes: int,
     scales: int,
     zeros: int,
+    mins: int,
     half_scales: bool,
     packed: int,
     outputs: int,

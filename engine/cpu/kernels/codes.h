@@ -1,14 +1,15 @@
 // Weights as codes times scales, from eight bits to four: weight[o, i] = scale[g, o] * number(code[o, i]), where g is the
-// group of i. Four-bit codes may have zeros: number(code) = code - zero[g, o], else code - 8.
+// group of i. Four-bit codes may have zeros: number(code) = code - zero[g, o], else code - 8. Those of four bits without
+// zeros and those of int8 may have minima: min[g, o] is subtracted from each weight of the group, and number(code) = code.
 //
 //     weight   | CodesHeader, a line | bundle | bundle | ...
 //     bundle   BUNDLE panels (64 outputs): | group | group | ...
-//     group    | 64 scales, float16 or float32 | 64 zeros, if any | block | block | ...
+//     group    | 64 scales, float16 or float32 | 64 zeros, if any | 64 minima, float32, if any | block | block | ...
 //     block    BLOCK_STEPS steps (panel_types.h) of the first panel, of the second, ...
 //
 // Every number of a code is a bfloat16, so nothing is rounded before a product. An output is a chain of multiply-adds over
-// the steps of a group, from zero; the chains of the groups, each times its scale, are added in their order. So a row's
-// bits do not depend on other rows.
+// the steps of a group, from zero; the chains of the groups, each times its scale, are added in their order, and after
+// each the minimum times the sum of the group's numbers of the row is subtracted. So a row's bits do not depend on others.
 #pragma once
 
 #include "gemm.h"
@@ -18,25 +19,26 @@ namespace decant {
 
 constexpr long BUNDLE = 4, BLOCK_STEPS = 4;
 
-// FP8: e4m3 times 2^-8, which the scales make up for. INT4_ZEROS: of kind INT4 in a header, and with zeros.
-enum CodeKind : int32_t { INT8 = 1, INT4, FP8, INT4_ZEROS };
+// FP8: e4m3 times 2^-8, which the scales make up for. INT4_ZEROS, INT4_MINS: of kind INT4 in a header, with either.
+enum CodeKind : int32_t { INT8 = 1, INT4, FP8, INT4_ZEROS, INT4_MINS };
 
 struct CodesHeader {
-    int32_t kind, has_zeros, half_scales, unused;
+    int32_t kind, has_zeros, half_scales, has_mins;
     int64_t outputs, inner, group;  // group: inner numbers with a common scale
 };
 
 // Sizes in steps and bytes that follow from a header.
 template <class T>
 struct CodesShape {
-    bool has_zeros, half_scales, is_whole;
-    long length, group, groups, scale_bytes, zeros_at, blocks_at, block_bytes, panel_bytes, group_bytes, bundle_bytes;
+    bool has_zeros, has_mins, half_scales, is_whole;
+    long length, group, groups, scale_bytes, zeros_at, mins_at, blocks_at, block_bytes, panel_bytes, group_bytes, bundle_bytes;
 
     explicit CodesShape(const CodesHeader& of)
-        : has_zeros(of.has_zeros), half_scales(of.half_scales), is_whole(of.group >= of.inner),
+        : has_zeros(of.has_zeros), has_mins(of.has_mins), half_scales(of.half_scales), is_whole(of.group >= of.inner),
           length(steps<T>(of.inner)), group(is_whole ? length : of.group / T::KS),
           groups((length + group - 1) / group), scale_bytes(half_scales ? 2 : 4),
-          zeros_at(BUNDLE * WIDTH * scale_bytes), blocks_at(zeros_at + has_zeros * BUNDLE * WIDTH),
+          zeros_at(BUNDLE * WIDTH * scale_bytes), mins_at(zeros_at + has_zeros * BUNDLE * WIDTH),
+          blocks_at(mins_at + has_mins * BUNDLE * WIDTH * long(sizeof(float))),
           panel_bytes(BLOCK_STEPS * T::KS * WIDTH / (of.kind == INT4 ? 2 : 1)), group_bytes(0), bundle_bytes(0) {
         block_bytes = BUNDLE * panel_bytes;
         group_bytes = blocks_at + (group + BLOCK_STEPS - 1) / BLOCK_STEPS * block_bytes;
@@ -49,6 +51,8 @@ struct CodesShape {
 inline void check(const CodesHeader& header, int64_t outputs, int64_t inner) {
     require(header.kind >= INT8 && header.kind <= FP8, "code", "int8, int4 or fp8", header.kind);
     require(!header.has_zeros || header.kind == INT4, "zeros", "only of int4", header.kind);
+    require(!header.has_mins || (header.kind <= INT4 && !header.has_zeros), "minima",
+            "only of int8, and of int4 without zeros", header.kind);
     check_equal("outputs", header.outputs, outputs);
     check_equal("inner", header.inner, inner);
     require(outputs >= 1 && outputs % (BUNDLE * WIDTH) == 0, "outputs", "a multiple of 64", outputs);
@@ -101,7 +105,7 @@ inline __m128i sixteen_bytes(const uint8_t* at) { return _mm_loadu_si128(reinter
 // number: sixteen bytes, or the columns 0 to 7 in the lower halves of eight bytes and the others in the upper halves.
 template <class T, CodeKind KIND>
 struct Decoder {
-    __m128i zeros = _mm_set1_epi8(8);
+    __m128i zeros = _mm_set1_epi8(KIND == INT4_MINS ? 0 : 8);
 
     void use_zeros(const uint8_t* at) {
         if (KIND == INT4_ZEROS) zeros = sixteen_bytes(at);
@@ -121,7 +125,7 @@ struct Decoder {
     }
 
     static void put(uint8_t* block, long step, long, long column, uint8_t code) {
-        if (KIND == INT4 || KIND == INT4_ZEROS) block[step * WIDTH / 2 + column % 8] |= uint8_t(code << column / 8 * 4);
+        if (KIND == INT4 || KIND == INT4_ZEROS || KIND == INT4_MINS) block[step * WIDTH / 2 + column % 8] |= uint8_t(code << column / 8 * 4);
         else block[step * WIDTH + column] = code;
     }
 };
@@ -155,14 +159,15 @@ struct Decoder<BFloat16, KIND> {
 // bytes, steps 2 and 3 the upper halves; steps 0 and 2 have the upper byte. A lookup each gives the upper and the lower
 // byte of a bfloat16. It is indexed by six bits of each byte: without zeros by the code and two others, which count for
 // nothing, with zeros by the code - zero + 16.
-template <bool ZEROS>
+template <CodeKind KIND>
 struct Int4Decoder {
+    static constexpr bool ZEROS = KIND == INT4_ZEROS;
     __m512i offset, upper = table(8), lower = table(0);  // offset: 16 - zero
 
     static __m512i table(int shift) {
         alignas(LINE) uint8_t bytes[LINE];
         for (int n = 0; n < LINE; n++)
-            bytes[n] = uint8_t(narrow(float(ZEROS ? n % 32 - 16 : n % 16 - 8)) >> shift);
+            bytes[n] = uint8_t(narrow(float(ZEROS ? n % 32 - 16 : n % 16 - (KIND == INT4_MINS ? 0 : 8))) >> shift);
         return _mm512_load_si512(bytes);
     }
 
@@ -193,24 +198,29 @@ struct Int4Decoder {
 };
 
 template <>
-struct Decoder<BFloat16, INT4> : Int4Decoder<false> {};
+struct Decoder<BFloat16, INT4> : Int4Decoder<INT4> {};
 
 template <>
-struct Decoder<BFloat16, INT4_ZEROS> : Int4Decoder<true> {};
+struct Decoder<BFloat16, INT4_ZEROS> : Int4Decoder<INT4_ZEROS> {};
+
+template <>
+struct Decoder<BFloat16, INT4_MINS> : Int4Decoder<INT4_MINS> {};
 
 #endif
 
-// What `pack_codes` packs: codes [outputs, inner], scales and zeros [groups, outputs]; `zeros` may be null.
+// What `pack_codes` packs: codes [outputs, inner], scales, zeros and minima [groups, outputs]; the last two may be null.
 struct Codes {
     const uint8_t* codes;
     const float* scales;
     const uint8_t* zeros;
+    const float* mins;
 };
 
 inline void check(const Codes& from, const CodesHeader& header) {
     check_address("codes", from.codes);
     check_address("scales", from.scales);
     require(bool(from.zeros) == bool(header.has_zeros), "zeros", "an address if the header has them", header.has_zeros);
+    require(bool(from.mins) == bool(header.has_mins), "minima", "an address if the header has them", header.has_mins);
 }
 
 inline void put_scale(uint8_t* at, long column, float scale, bool half) {
@@ -231,6 +241,7 @@ void pack_bundle(const Codes& from, const CodesHeader& header, const CodesShape<
             uint8_t* at = to + g * shape.group_bytes;
             put_scale(at, column, from.scales[g * header.outputs + output], shape.half_scales);
             if (from.zeros) at[shape.zeros_at + column] = from.zeros[g * header.outputs + output];
+            if (from.mins) put_scale(at + shape.mins_at, column, from.mins[g * header.outputs + output], false);
             const uint8_t* codes = from.codes + output * header.inner + g * group;
             for (long i = 0, count = std::min(group, header.inner - g * group); i < count; i++) {
                 long k = i / T::KS;

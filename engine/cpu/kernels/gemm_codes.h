@@ -10,24 +10,69 @@ namespace decant {
 // Bytes ahead of the block that is decoded.
 constexpr long CODES_AHEAD = 2048;
 
+// What the chains of a group are multiplied with, and what is subtracted: the panels' minima, each times the sum of the
+// row's numbers, whose sums are `stride` apart; null without minima.
+template <int PANELS>
+struct Scales {
+    Columns of[PANELS];
+    const float *mins, *sums;
+    long stride;
+};
+
 // Adds chains, each times its panel's scale, to `out`; with `first` to zeros.
 template <int ROWS, int PANELS>
-__attribute__((always_inline)) inline void add_scaled(Chains<ROWS, PANELS>& chains, const Columns (&scales)[PANELS],
+__attribute__((always_inline)) inline void add_scaled(Chains<ROWS, PANELS>& chains, const Scales<PANELS>& scales,
                                                       float* out, long stride, bool first) {
     chains.each([&](int r, int p, Columns& chain) __attribute__((always_inline)) {
         float* at = out + r * stride + p * WIDTH;
         Columns total = first ? Columns::zeros() : Columns::read(at);
-        total.add(scales[p], chain);
+        total.add(scales.of[p], chain);
+        if (scales.sums) total.add(-scales.sums[r * scales.stride], Columns::read(scales.mins + p * WIDTH));
         total.write(at);
     });
 }
+
+inline float sum(const Columns& lanes) {
+    alignas(LINE) float each[WIDTH];
+    lanes.write(each);
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int n = 0; n < half; n++) each[n] += each[n + half];
+    return each[0];
+}
+
+// Sums the factors of `count` steps of a row.
+inline float sum_steps(const float* x, long count) {
+    Columns lanes = Columns::zeros();
+    long k = 0;
+    for (; k + WIDTH <= count; k += WIDTH) lanes.add(1.0f, Columns::read(x + k));
+    float total = sum(lanes);
+    for (; k < count; k++) total += x[k];
+    return total;
+}
+
+#ifdef __AVX512BF16__
+inline float sum_steps(const uint32_t* x, long count) {
+    Columns lanes = Columns::zeros(), ones = {_mm512_castsi512_ps(_mm512_set1_epi32(0x3f803f80))};
+    long k = 0;
+    for (; k + WIDTH <= count; k += WIDTH)
+        lanes.all = _mm512_dpbf16_ps(lanes.all, reinterpret_cast<__m512bh>(_mm512_loadu_si512(x + k)),
+                                     reinterpret_cast<__m512bh>(ones.all));
+    float total = sum(lanes);
+    for (; k < count; k++) {
+        uint32_t pair = take(x + k);
+        total += widen(uint16_t(pair)), total += widen(uint16_t(pair >> 16));
+    }
+    return total;
+}
+#endif
 
 // Where the panels of a product lie.
 template <class T>
 struct CodePanels {
     const CodesShape<T>& shape;
     const uint8_t* bundle;
-    long first;  // of the bundle's panels
+    long first;         // of the bundle's panels
+    const float* sums;  // of the rows' numbers in each group, [rows, groups]; null without minima
 
     const uint8_t* group(long g) const { return bundle + g * shape.group_bytes; }
     const uint8_t* blocks(long g) const { return group(g) + shape.blocks_at + first * shape.panel_bytes; }
@@ -39,13 +84,17 @@ struct CodePanels {
 
     CodePanels after(long count) const {
         bool another = first + count >= BUNDLE;
-        return {shape, bundle + another * shape.bundle_bytes, another ? 0 : first + count};
+        return {shape, bundle + another * shape.bundle_bytes, another ? 0 : first + count, sums};
     }
 
+    // The scales of a group, for rows from `row` on.
     template <int PANELS>
-    void read_scales(long g, Columns (&scales)[PANELS]) const {
+    Scales<PANELS> scales(long g, long row) const {
+        auto mins = reinterpret_cast<const float*>(group(g) + shape.mins_at) + first * WIDTH;
+        Scales<PANELS> read{{}, mins, sums ? sums + row * shape.groups + g : nullptr, shape.groups};
         for (int p = 0; p < PANELS; p++)
-            scales[p] = decant::read_scales(group(g) + (first + p) * WIDTH * shape.scale_bytes, shape.half_scales);
+            read.of[p] = read_scales(group(g) + (first + p) * WIDTH * shape.scale_bytes, shape.half_scales);
+        return read;
     }
 
     template <int PANELS, class D>
@@ -64,7 +113,6 @@ void stream_codes(const typename T::Factor* x, const CodePanels<T>& panels, floa
     Decoder<T, KIND> decoders[PANELS];
     for (long g = 0; g < shape.groups; g++) {
         Chains<ROWS, PANELS> chains(nullptr, 0, false);
-        Columns scales[PANELS];
         panels.read_zeros(g, decoders);
         const uint8_t* at = panels.blocks(g);
         long begin = g * shape.group, end = std::min(length, begin + shape.group);
@@ -87,8 +135,7 @@ void stream_codes(const typename T::Factor* x, const CodePanels<T>& panels, floa
         long k = begin;
         for (; k + BLOCK_STEPS <= end; k += BLOCK_STEPS) block(k, BLOCK_STEPS);
         if (k < end) block(k, end - k);
-        panels.read_scales(g, scales);
-        add_scaled(chains, scales, out, stride, g == 0);
+        add_scaled(chains, panels.template scales<PANELS>(g, 0), out, stride, g == 0);
     }
 }
 
@@ -118,7 +165,7 @@ struct NextCodes {
 // ROWS rows times `count` decoded steps of PANELS panels, PIECE steps apart.
 template <class T, int ROWS, int PANELS, bool PREFETCH>
 void multiply_decoded(const typename T::Factor* x, long length, long count, const float* decoded,
-                      const Columns (&scales)[PANELS], float* out, long stride, TileSums sums, NextCodes next) {
+                      const Scales<PANELS>& scales, float* out, long stride, TileSums sums, NextCodes next) {
     Chains<ROWS, PANELS> chains(out, stride, sums.carried);
     for (long k = 0; k < count; k++) {
         if (PREFETCH) next.prefetch(k);
@@ -135,7 +182,7 @@ void multiply_decoded(const typename T::Factor* x, long length, long count, cons
 
 template <class T, int PANELS, bool PREFETCH, int ROWS = GROUP>
 inline void multiply_decoded_rows(const typename T::Factor* x, long rows, long length, long count, const float* decoded,
-                                  const Columns (&scales)[PANELS], float* out, long stride, TileSums sums,
+                                  const Scales<PANELS>& scales, float* out, long stride, TileSums sums,
                                   NextCodes next) {
     if constexpr (ROWS > GROUP / 2)
         if (rows < ROWS)
@@ -176,8 +223,7 @@ void pass_codes(const typename T::Factor* x, long rows, const CodePanels<T>& pan
             long row = rows * n / groups, some = rows * (n + 1) / groups - row;
             for (long at = 0; at < count; at += span) {
                 long g = (k + at) / shape.group;
-                Columns scales[PANELS];
-                panels.read_scales(g, scales);
+                Scales<PANELS> scales = panels.template scales<PANELS>(g, row);
                 TileSums sums{shape.is_whole && k > 0, !shape.is_whole || k + count == shape.length, g == 0};
                 bool more = k + piece + at < shape.length;
                 const uint8_t* coming = more ? panels.block(k + piece + at) : panels.after(PANELS).block(at);
@@ -191,13 +237,27 @@ void pass_codes(const typename T::Factor* x, long rows, const CodePanels<T>& pan
     }
 }
 
+// Sums of the rows' numbers in each group: [rows, groups].
+template <class T>
+const float* sum_groups(const CodesShape<T>& shape, const typename T::Factor* x, long rows) {
+    static thread_local std::vector<float> sums;
+    if (sums.size() < size_t(rows * shape.groups)) sums.resize(rows * shape.groups);
+    for (long r = 0; r < rows; r++)
+        for (long g = 0; g < shape.groups; g++) {
+            long begin = g * shape.group, end = std::min(shape.length, begin + shape.group);
+            sums[r * shape.groups + g] = sum_steps(x + r * shape.length + begin, end - begin);
+        }
+    return sums.data();
+}
+
 // x [rows, length] times `count` panels -> out, rows `stride` apart. `panel` and `count` are multiples of GROUP_PANELS.
 template <class T, CodeKind KIND>
 void multiply_codes(const CodesShape<T>& shape, const uint8_t* bundles, const typename T::Factor* x, long rows,
                     long panel, long count, float* out, long stride) {
+    const float* sums = shape.has_mins ? sum_groups(shape, x, rows) : nullptr;
     constexpr int FEW = WIDE ? 4 : 1;  // rows whose chains with all panels of a bundle fit into the registers
     for (long end = panel + count; panel < end;) {
-        CodePanels<T> panels{shape, bundles + panel / BUNDLE * shape.bundle_bytes, panel % BUNDLE};
+        CodePanels<T> panels{shape, bundles + panel / BUNDLE * shape.bundle_bytes, panel % BUNDLE, sums};
         long taken = rows <= FEW && panels.first == 0 && end - panel >= BUNDLE ? BUNDLE : GROUP_PANELS;
         if (taken == BUNDLE) stream_rows<T, KIND, BUNDLE, FEW>(x, rows, panels, out, stride);
         else if (rows <= GROUP) stream_rows<T, KIND, GROUP_PANELS, GROUP>(x, rows, panels, out, stride);
@@ -217,7 +277,8 @@ public:
     void multiply(const typename T::Factor* x, long rows, long panel, long count, float* out, long stride) const {
         auto multiply = header().kind == INT8 ? multiply_codes<T, INT8>
                         : header().kind == FP8 ? multiply_codes<T, FP8>
-                        : header().has_zeros ? multiply_codes<T, INT4_ZEROS> : multiply_codes<T, INT4>;
+                        : header().has_zeros ? multiply_codes<T, INT4_ZEROS>
+                        : header().has_mins ? multiply_codes<T, INT4_MINS> : multiply_codes<T, INT4>;
         multiply(CodesShape<T>(header()), start + LINE, x, rows, panel, count, out, stride);
     }
 

@@ -89,15 +89,15 @@ PyObject* py_pack(PyObject*, PyObject* args) {
 
 PyObject* py_pack_codes(PyObject*, PyObject* args) {
     int half, half_scales;
-    unsigned long long codes, scales, zeros, packed;
+    unsigned long long codes, scales, zeros, mins, packed;
     long kind, outputs, inner, group, bytes = 0;
-    if (!PyArg_ParseTuple(args, "plKKKpKlll", &half, &kind, &codes, &scales, &zeros, &half_scales, &packed, &outputs,
-                          &inner, &group))
+    if (!PyArg_ParseTuple(args, "plKKKKpKlll", &half, &kind, &codes, &scales, &zeros, &mins, &half_scales, &packed,
+                          &outputs, &inner, &group))
         return nullptr;
     void* to = pointer<void>(packed);
     bool done = run([&] {
-        CodesHeader header{int32_t(std::clamp(kind, 0L, 99L)), zeros != 0, half_scales, 0, outputs, inner, group};
-        Codes from{pointer<uint8_t>(codes), pointer<float>(scales), pointer<uint8_t>(zeros)};
+        CodesHeader header{int32_t(std::clamp(kind, 0L, 99L)), zeros != 0, half_scales, mins != 0, outputs, inner, group};
+        Codes from{pointer<uint8_t>(codes), pointer<float>(scales), pointer<uint8_t>(zeros), pointer<float>(mins)};
         check(header, outputs, inner);
         check(from, header);
         if (to) check_packed("packed", to);
