@@ -32,6 +32,7 @@ from bench.options import add_json, positive, write_result
 from decant.engine.backends import make_backend
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
+from decant.engine.fake import FakeAdapters
 from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
 from decant.engine.model.backend import Backend
 from decant.engine.model.runner import ModelRunner
@@ -58,6 +59,7 @@ class NullDevice:
     layout_hash = "null"
     equal_bits = True
     costs = StepCostModel()
+    adapters = FakeAdapters()
     windows = (FULL,)
 
     def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:

@@ -11,6 +11,11 @@ REPORTED_BYTES = 8
 """Leading bytes of a hash that workers report to routers."""
 
 
+def cache_salt(salt: bytes, adapter: str) -> bytes:
+    """Salt of blocks that were computed with an adapter, of which ``adapter`` is the digest; empty: none."""
+    return hashlib.blake2b(salt, key=adapter.encode(), digest_size=16).digest() if adapter else salt
+
+
 def root_hash(salt: bytes) -> BlockHash:
     return hashlib.blake2b(salt, digest_size=16, person=b"decant-kv").digest()
 

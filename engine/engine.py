@@ -109,7 +109,7 @@ class Engine:
             self.scheduler.start_forks(sequence, len(self.transfers.arrivals))
             self._end(sequence, FinishReason.CANCELLED)
             if keep is not None:
-                self.evict_cached(sequence.tokens, sequence.request.salt, keep)
+                self.evict_cached(sequence.tokens, sequence.request.cache_salt, keep)
         return sequence is not None or arrival is not None
 
     def evict_cached(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
@@ -193,7 +193,7 @@ class Engine:
             self._end(sequence, FinishReason.FAILED, detail=why)
             self.pool.unpublish(sequence.hashes(range(len(sequence.tokens) // size), size))
             # What is published when its blocks are released.
-            self.evict_cached(sequence.tokens, sequence.request.salt, 0)
+            self.evict_cached(sequence.tokens, sequence.request.cache_salt, 0)
         for index, entries in result.prompt_logprobs.items():
             _emit_prompt_logprobs(sequences[index], plan.rows[index].first_logprob, entries, output)
         for index, pooled in result.pooled.items():
@@ -311,6 +311,8 @@ class Engine:
         in_use = request.id in self.sequences or self.transfers.uses(request.id)
         if in_use or any(end.id == request.id for end in self._ended):
             raise InvalidRequest("id", "not in use by a live sequence", request.id)
+        if request.adapter and request.adapter not in self.device.adapters:
+            raise InvalidRequest("adapter", "one that is loaded here", request.adapter)
         check_request(request, self.device.vocab_size, self.device.eos_token_ids, self.limits.context_length)
         if request.embedding is not None:
             check_embedding(request.embedding, self.device.embedding_size)

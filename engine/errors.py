@@ -4,6 +4,7 @@ EngineError
 ├── InvalidRequest      a request that can't be served: field, limit, value
 ├── InvalidConfig       a setting that can't be applied: field, limit, value
 ├── ModelRefused        a checkpoint that would give wrong output
+├── AdapterRefused      an adapter that would give wrong output, or does not fit the model
 ├── OutOfBlocks         the blocks are in use now; retry later
 ├── TransferRejected    a block or commit does not match its checksum, position or length
 ├── UnknownSequence     no live sequence has that id
@@ -43,6 +44,13 @@ class ModelRefused(EngineError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model} is not served: {reason}")
         self.model = model
+        self.reason = reason
+
+
+class AdapterRefused(EngineError):
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"adapter {adapter} is not served: {reason}")
+        self.adapter = adapter
         self.reason = reason
 
 

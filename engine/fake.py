@@ -7,6 +7,7 @@ block changes the output.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import struct
 import time
@@ -14,17 +15,28 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import assert_never
+from pathlib import Path
+from typing import NamedTuple, assert_never
 
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
-from decant.engine.errors import InvalidConfig
+from decant.engine.errors import AdapterRefused, InvalidConfig
 from decant.engine.kv_layout import BLOCK_SIZE, FULL, Window
 from decant.engine.logits_processors import Add, Allow, Edit, Forbid, Penalise
-from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.plan import (
+    BlockMemory,
+    DeviceMemory,
+    FurtherToken,
+    PreparedAdapter,
+    Row,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from decant.engine.request import EmbeddingParams
 
 SLOT_BYTES = 8
+ADAPTER = "adapter_config.json"
 CANDIDATES = 16
 EMBEDDING_SIZE = 8
 
@@ -34,6 +46,34 @@ _LOGPROBS = [weight - _NORMAL for weight in WEIGHTS]
 _OTHER_WEIGHT = -20.0
 
 _SLOT = struct.Struct("<II")
+
+
+class FakeAdapter(NamedTuple):
+    digest: str
+    rank: int = 8
+    nbytes: int = 1 << 20
+
+
+class FakeAdapters:
+    """Digests of a file's bytes: a sequence's slots depend on the digest of its adapter."""
+
+    def __init__(self) -> None:
+        self._digests: set[str] = set()
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._digests
+
+    def load(self, name: str, folder: Path) -> PreparedAdapter:
+        try:
+            return FakeAdapter(hashlib.blake2b((folder / ADAPTER).read_bytes(), digest_size=16).hexdigest())
+        except OSError:
+            raise AdapterRefused(name, f"{folder} has no file {ADAPTER}") from None
+
+    def add(self, prepared: PreparedAdapter) -> None:
+        self._digests.add(prepared.digest)
+
+    def remove(self, digest: str) -> None:
+        self._digests.discard(digest)
 
 
 class FakeDevice:
@@ -65,6 +105,7 @@ class FakeDevice:
         self.layout_hash = f"fake-{block_size}-{vocab_size}" + (f"-{self.windows}" if self.windows != (FULL,) else "")
         self.equal_bits = True
         self.costs = StepCostModel()
+        self.adapters = FakeAdapters()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
         self._cost = cost
 
@@ -127,13 +168,14 @@ class FakeDevice:
         return accepted
 
     def _fill(self, row: Row) -> None:
+        adapter = zlib.crc32(row.request.adapter.encode())  # 0 for none
         for group, window in enumerate(self.windows):
             before = b""
             for position in range(row.start, row.end):
                 sees_previous = window.first_visible(position) < position
                 if not sees_previous or position == row.start:
                     before = bytes(self._slot(row, group, position - 1)) if sees_previous else b""
-                before = slot_bytes(row.tokens[position], position, before, group)
+                before = slot_bytes(row.tokens[position] ^ adapter, position, before, group)
                 self._slot(row, group, position)[:] = before
 
     def _slot(self, row: Row, group: int, position: int) -> memoryview:

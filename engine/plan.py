@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -169,7 +170,41 @@ class DeviceMemory(NamedTuple):
     total: int
 
 
+class PreparedAdapter(Protocol):
+    """Adapter whose weights are in the form of a device's products."""
+
+    @property
+    def digest(self) -> str:
+        """Name of its content: adapters with an equal one compute the same."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its changes."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Adapters(Protocol):
+    """Adapters that a device has now, by digest. They change between steps only."""
+
+    def __contains__(self, digest: object) -> bool: ...
+
+    def load(self, name: str, folder: Path) -> PreparedAdapter:
+        """Read a folder in PEFT's format, from any thread. Raises AdapterRefused."""
+        ...
+
+    def add(self, prepared: PreparedAdapter) -> None: ...
+    def remove(self, digest: str) -> None:
+        """Remove an adapter that no live sequence has."""
+        ...
+
+
 class Device(Runner, BlockBytes, Protocol):
+    @property
+    def adapters(self) -> Adapters: ...
     @property
     def num_blocks(self) -> int: ...
     @property

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
+from decant.engine.block_hashes import cache_salt
 from decant.engine.errors import InvalidRequest
 from decant.engine.guides.compiler import Grammar
 from decant.engine.guides.mask import GuideMask
@@ -17,6 +18,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0  # also below 0
 MAX_PRIORITY = 1000  # also below 0
 MAX_TOP_K = 2**31 - 1
+MAX_DIGEST_BYTES = 64
+"""Of an adapter's digest."""
 SAMPLING_RANGES = {
     "temperature": (0.0, 100.0),
     "min_p": (0.0, 1.0),
@@ -148,7 +151,8 @@ class Request:
     logprobs, prompt_logprobs  alternatives per token; 0: the token's own alone; None: no log-probabilities
     prompt_logprobs_from  first prompt position that gets log-probabilities; a prefix cache may serve those before it
     embedding         return the prompt's embedding; with ``max_tokens`` 1 and no output yet
-    salt              prefix caches of different salts are separate
+    salt              prefix caches of different salts are separate, as those of different adapters
+    adapter           digest of the adapter that it is computed with; empty: none
     grammar           what the output's text must match; None: nothing
     park_after        output tokens after which the sequence keeps its blocks unscheduled, for a handoff; None: never
     """
@@ -167,6 +171,9 @@ class Request:
     embedding: EmbeddingParams | None = None
     grammar: Grammar | None = None
     park_after: int | None = None
+    adapter: str = ""
+    cache_salt: bytes = field(init=False, repr=False, compare=False)
+    """Of ``salt`` and ``adapter``: only sequences with an equal one share blocks."""
     prompt_len: int = field(init=False, repr=False, compare=False)
     is_plain_greedy: bool = field(init=False, repr=False, compare=False)
     """Every token is the likeliest by the model's own logits."""
@@ -176,6 +183,7 @@ class Request:
     def __post_init__(self) -> None:
         self._check()
         # Derived once: every step reads them of every sequence.
+        object.__setattr__(self, "cache_salt", cache_salt(self.salt, self.adapter))
         object.__setattr__(self, "prompt_len", self.prompt_tokens or len(self.token_ids))
         object.__setattr__(self, "is_plain_greedy", self.sampling.is_greedy and not self.logits_processors())
         more = (self.logprobs, self.prompt_logprobs, self.embedding)
@@ -224,6 +232,8 @@ class Request:
         _check_int("prompt_logprobs_from", self.prompt_logprobs_from, 1, 2**31 - 1)
         if self.embedding is not None and self.stop.max_tokens != 1:
             raise InvalidRequest("max_tokens", "1 with an embedding", self.stop.max_tokens)
+        if len(self.adapter.encode()) > MAX_DIGEST_BYTES:
+            raise InvalidRequest("adapter", f"at most {MAX_DIGEST_BYTES} bytes", self.adapter)
         if self.park_after is not None:
             _check_int("park_after", self.park_after, 1, 2**31 - 1)
         if self.grammar is not None:

@@ -98,7 +98,7 @@ class Sequence:
         self.next_check_length = sys.maxsize
         self.block_checksums: dict[BlockAddress, int] = {}
         self.timeline = Timeline(added)
-        self._chain: list[BlockHash] = [root_hash(request.salt)]
+        self._chain: list[BlockHash] = [root_hash(request.cache_salt)]
 
     @property
     def id(self) -> str:

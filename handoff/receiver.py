@@ -177,7 +177,7 @@ class KvReceiver:
             receiver=self._peer,
             sender=ticket.sender,
             layout_hash=self._layout.layout_hash,
-            salt=arrival.sequence.request.salt,
+            salt=arrival.sequence.request.cache_salt,
             cached_blocks=arrival.cached_blocks,
         )
 

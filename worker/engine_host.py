@@ -142,7 +142,7 @@ class EngineHost:
             run=run,
             tokens=tokens,
             outputs=[request.sampling.output_index for request in requests],
-            salt=requests[0].salt,
+            salt=requests[0].cache_salt,
             sender=self.peer,
             address=self.address,
             layout_hash=self.layout_hash,

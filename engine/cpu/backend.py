@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from decant.engine.cpu import fused_layer, linear
+from decant.engine.cpu.adapters import CpuAdapters, find_targets
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels.loader import KERNELS, kind
 from decant.engine.cpu.kv_store import HostKvStore
@@ -16,6 +17,7 @@ from decant.engine.cpu.sampler import SCORES_AT_ONCE, NativeSampler
 from decant.engine.cpu.threads import all_for_torch, one_for_torch
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import calibration
+from decant.engine.model.adapters import ModelAdapters
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -30,6 +32,7 @@ class CpuBackend(TorchBackend):
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
     keeps_codes = True
+    _kernels: ModuleType | None = None
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -41,6 +44,9 @@ class CpuBackend(TorchBackend):
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         linear.pack(model, None)
+
+    def make_adapters(self, model: torch.nn.Module, run: Callable[[], object], tokens: int) -> ModelAdapters:
+        return CpuAdapters(model, find_targets(model, run, tokens), self._kernels)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
         return HostKvStore(layout, num_blocks, dtype, self.device)
@@ -58,6 +64,8 @@ class CpuBackend(TorchBackend):
 
 
 class NativeBackend(CpuBackend):
+    _kernels: ModuleType
+
     def __init__(self, kernels: ModuleType) -> None:
         super().__init__()
         self._kernels = kernels

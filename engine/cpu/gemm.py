@@ -33,10 +33,15 @@ _DEQUANTIZED = 1 << 22
 _WEIGHTS = Arena()
 
 
-def prepare(weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None) -> Product:
-    """Return the product with copies of ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16."""
+def prepare(
+    weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None, arena: Arena = _WEIGHTS
+) -> Product:
+    """Return the product with copies of ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16.
+
+    Kernels keep the weight in the ``arena``, whose memory is freed as a whole.
+    """
     if kernels is not None:
-        return PackedWeight(kernels, weight, bias)
+        return PackedWeight(kernels, weight, bias, arena)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
@@ -71,9 +76,9 @@ class NativeWeight:
         self._dtype, self._half = dtype, dtype == torch.bfloat16
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
 
-    def _pack(self, pack: Callable[[int], int]) -> None:
+    def _pack(self, pack: Callable[[int], int], arena: Arena = _WEIGHTS) -> None:
         """Call ``pack`` with the address of its memory, after one call with 0, which returns the bytes needed."""
-        self._weight = _WEIGHTS.zeros((pack(0),), torch.uint8)
+        self._weight = arena.zeros((pack(0),), torch.uint8)
         pack(self._weight.data_ptr())
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 
@@ -89,10 +94,12 @@ class NativeWeight:
 
 
 class PackedWeight(NativeWeight):
-    def __init__(self, kernels: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, kernels: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena = _WEIGHTS
+    ) -> None:
         super().__init__(kernels.multiply, weight.shape, weight.dtype, bias)
         weight = weight.detach().contiguous()
-        self._pack(lambda to: kernels.pack(self._half, weight.data_ptr(), to, *weight.shape))
+        self._pack(lambda to: kernels.pack(self._half, weight.data_ptr(), to, *weight.shape), arena)
 
 
 _KINDS = {CodeKind.INT8: 1, CodeKind.INT4: 2, CodeKind.FP8: 3}

@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import BLOCK_SIZE, HOST_KV_BYTES, KvLayout
+from decant.engine.model.adapters import ModelAdapters
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -85,6 +87,13 @@ class Backend(Protocol):
         """Make the runner that serves: the last call of a load."""
         ...
 
+    def make_adapters(self, model: torch.nn.Module, run: Callable[[], object], tokens: int) -> ModelAdapters:
+        """Make the adapters of a prepared model, none yet. Raises InvalidConfig where adapters are not served.
+
+        ``run`` computes a step of ``tokens`` tokens that keeps fewer of them.
+        """
+        ...
+
     def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch: ...
 
     def make_attention(
@@ -148,6 +157,9 @@ class TorchBackend:
         self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
         return ModelRunner(model, store, layer_windows, limits.eos_token_ids, self)
+
+    def make_adapters(self, model: torch.nn.Module, run: Callable[[], object], tokens: int) -> ModelAdapters:
+        raise InvalidConfig("adapters", f"off on the device {self.device}: only CPUs compute with them", True)
 
     def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
         return flatten(rows, block_size, null_block)

@@ -15,6 +15,7 @@ from decant.engine.errors import InvalidConfig, check_int
 from decant.engine.kv_layout import KvLayout, Window
 from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model import kv_memory, rope
+from decant.engine.model.adapters import NO_ADAPTERS, ModelAdapters
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits
@@ -27,6 +28,7 @@ from decant.engine.model.probe import (
     learn_attention,
     probe,
     probe_sequences,
+    probe_step,
     reference_logits,
     token_embeddings,
 )
@@ -49,6 +51,7 @@ class ModelConfig:
     cuda_kernels    "none": torch alone; "triton": own kernels; "auto": own kernels where triton runs
     quantize        what to quantize linear layers to while they are loaded, the head among them; None: as they are
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
+    adapters        whether adapters can be added to the device
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
 
@@ -63,6 +66,7 @@ class ModelConfig:
     cuda_kernels: CudaKernels = "auto"
     exact: bool = False
     quantize: Quantization | None = None
+    adapters: bool = False
     step_sizes: StepSizes = field(default_factory=StepSizes)
 
     def __post_init__(self) -> None:
@@ -94,6 +98,10 @@ class ModelDevice:
     model: torch.nn.Module = field(repr=False)
     costs: StepCostModel = field(default_factory=StepCostModel)
     lookahead: int = 0
+
+    @property
+    def adapters(self) -> ModelAdapters:
+        return self.runner.adapters
 
     @property
     def overlaps_steps(self) -> bool:
@@ -198,11 +206,14 @@ def make_device(
     )
     store = backend.make_store(layout, kv_bytes // layout.block_bytes, dtype)
     store.prefault()
+    adapters = _adapters(subject, layout, layer_windows) if config.adapters else NO_ADAPTERS
     vocab_size = token_embeddings(model).num_embeddings
     eos = frozenset(token for token in config.eos_token_ids if token < vocab_size)
+    runner = backend.make_runner(model, store, layer_windows, RunnerLimits(eos, context_length))
+    runner.adapters = adapters
     return ModelDevice(
         store=store,
-        runner=backend.make_runner(model, store, layer_windows, RunnerLimits(eos, context_length)),
+        runner=runner,
         context_length=context_length,
         vocab_size=vocab_size,
         eos_token_ids=eos,
@@ -212,6 +223,11 @@ def make_device(
         backend=backend,
         model=model,
     )
+
+
+def _adapters(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow]) -> ModelAdapters:
+    run, tokens = probe_step(subject, layout, layer_windows)
+    return subject.backend.make_adapters(subject.model, run, tokens)
 
 
 def _free_kv_bytes(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -237,6 +237,21 @@ def probe(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionW
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
     _check_rounding(name, dtype, list(map(_differences, batched, reference.logits)), reference.noise)
     return exact
+
+
+def probe_step(
+    subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow]
+) -> tuple[Callable[[], torch.Tensor], int]:
+    """Return a step of all probe sequences that keeps the last position of each, and its number of tokens."""
+    rows = subject.rows(layout)
+    runner = _runner(subject, layout, layer_windows, rows, token_embeddings(subject.model).weight.dtype)
+    lengths = [row.end - row.start for row in rows]
+
+    @torch.inference_mode()
+    def run() -> torch.Tensor:
+        return runner.logits([rows[-1], *rows[:-1]], np.cumsum([lengths[-1], *lengths[:-1]]) - 1)
+
+    return run, sum(lengths)
 
 
 def _check_rounding(

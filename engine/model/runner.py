@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from decant.engine.model.adapters import NO_ADAPTERS, ModelAdapters
 from decant.engine.model.attention.interface import AttentionBackend, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.embeddings import EmbeddingRows, HiddenStates
@@ -33,6 +34,7 @@ class ModelRunner:
     """
 
     overlaps_steps = False
+    adapters: ModelAdapters = NO_ADAPTERS
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class ModelRunner:
         self._store.clear(flat.new_blocks)
         backend, arrays = self._backend, (flat.tokens, flat.positions, keep)
         tokens, positions, kept = (torch.from_numpy(array).to(self._device) for array in arrays)
-        with backend.around_step():
+        with backend.around_step(), self.adapters.applied(flat):
             needed = keep if attended is None else attended
             attention = backend.make_attention(self._store, self._layer_windows, flat, needed)
             return self.compute(tokens, positions, kept, attention)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
-from decant.engine.block_hashes import REPORTED_BYTES, hash_blocks, root_hash
+from decant.engine.block_hashes import REPORTED_BYTES, cache_salt, hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
 
@@ -57,7 +57,8 @@ class PromptBlocks:
             return ()
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            hashes = self._hashes[block_size] = reported_hashes(self._request.prompt, self._request.salt, block_size)
+            salt = cache_salt(self._request.salt, self._request.adapter)
+            hashes = self._hashes[block_size] = reported_hashes(self._request.prompt, salt, block_size)
         return hashes
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_size: int) -> int:

@@ -223,7 +223,7 @@ class RunExecutor:
     def truncate_cached(self, output: Output, position: int) -> None:
         request = output.request
         tokens = [*request.token_ids[: request.prompt_len], *output.tokens]
-        self._host.loop.post(lambda engine: engine.evict_cached(tokens, request.salt, position))
+        self._host.loop.post(lambda engine: engine.evict_cached(tokens, request.cache_salt, position))
 
     async def close(self) -> None:
         while self._tasks:

@@ -4,6 +4,7 @@ import asyncio
 from itertools import count
 from typing import TypeVar
 
+from decant.engine.block_hashes import cache_salt
 from decant.engine.request import Request
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import tracing
@@ -59,7 +60,7 @@ class StartValidator:
             raise RequestRejected.because("ticket.run", "the run of the Start", key_of(ticket.run))
         if ticket.layout_hash != layout_hash:
             raise rejected(wire.CAUSE_LAYOUT_DIFFERS, f"layout hash {ticket.layout_hash:x}, not {layout_hash:x}")
-        if ticket.salt != start.engine_request.salt:
+        if ticket.salt != cache_salt(start.engine_request.salt, start.engine_request.adapter):
             raise rejected(wire.CAUSE_SALT_DIFFERS, "the salts of ticket and request differ")
 
 

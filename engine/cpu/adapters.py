@@ -1,0 +1,203 @@
+"""Adapters on a CPU: a low-rank change beside a packed weight, whatever the weight is packed from.
+
+A step without adapters runs the model as it is. In one with adapters, decoder layers are not fused, and each adapted
+linear layer adds to its own product, which has the same bits as the fused layer's, the changes of the rows that have
+an adapter::
+
+    rows        0    1    2    3    4    5
+    adapter     -    x    y    -    x    x
+    x.down, x.up     ^              ^    ^     one product of three rows
+    y.down, y.up          ^                    one product of one row
+
+All products are ``gemm``'s, so a row's bits do not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from decant.engine.checkpoint.adapter import Adapter, LowRank, read
+from decant.engine.cpu.gemm import PANEL, Product, prepare
+from decant.engine.cpu.huge_pages import Arena
+from decant.engine.cpu.linear import PackedLinear
+from decant.engine.errors import AdapterRefused
+from decant.engine.model.adapters import adapters_of
+from decant.engine.model.decoder_layer import Forward, FusedLayer
+from decant.engine.model.step_batch import FlatBatch
+from decant.engine.plan import PreparedAdapter
+
+Rows = torch.Tensor
+"""Flattened positions, int64."""
+
+
+class Change(NamedTuple):
+    """Prepared change of one layer: down [rank, in] and up [out, rank], scaled, both padded to whole panels."""
+
+    down: Product
+    up: Product
+    width: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x))[:, : self.width]
+
+
+class CpuAdapter(NamedTuple):
+    digest: str
+    rank: int
+    nbytes: int
+    changes: Mapping[str, Change]
+
+
+class AdaptedLinear:
+    """Forward of a packed linear layer in steps with adapters; ``changes`` by digest, ``step`` by the rows of each."""
+
+    def __init__(self, layer: PackedLinear, step: Mapping[str, Rows]) -> None:
+        self._forward: Forward = layer.forward
+        self._dtype = layer.weight.dtype
+        self._step = step
+        self.changes: dict[str, Change] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._forward(x)
+        inputs, outputs = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        for digest, rows in self._step.items():
+            if (change := self.changes.get(digest)) is not None:
+                outputs.index_add_(0, rows, change(inputs[rows].to(self._dtype)).to(out.dtype))
+        return out
+
+
+class CpuAdapters:
+    """Adapters of a prepared model, by digest."""
+
+    def __init__(self, model: nn.Module, targets: Mapping[str, PackedLinear], kernels: ModuleType | None) -> None:
+        """``targets``: the linear layers that ``find_targets`` found, by name."""
+        self._kernels = kernels
+        self._names = frozenset(name for name, _ in model.named_modules())
+        self._targets = targets
+        self._step: dict[str, Rows] = {}
+        self._forwards = {name: AdaptedLinear(layer, self._step) for name, layer in targets.items()}
+        self._fused = fused_layers(model)
+        self._digests: set[str] = set()
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._digests
+
+    def load(self, name: str, folder: Path) -> CpuAdapter:
+        """Read an adapter and make its products, from any thread. Raises AdapterRefused."""
+        adapter = read(name, folder)
+        self._check(adapter)
+        arena, changes, nbytes = Arena(), {}, 0
+        for name, change in adapter.changes.items():
+            dtype = self._targets[name].weight.dtype
+            down, up = _padded(change, dtype)
+            if not bool(up.isfinite().all() and down.isfinite().all()):
+                raise AdapterRefused(adapter.name, f"{name}, scaled by {change.scaling:g}, is not finite in {dtype}")
+            down_product, up_product = (prepare(each, None, self._kernels, arena) for each in (down, up))
+            changes[name] = Change(down_product, up_product, len(change.up))
+            nbytes += down.nbytes + up.nbytes
+        return CpuAdapter(adapter.digest, adapter.rank, nbytes, changes)
+
+    def _check(self, adapter: Adapter) -> None:
+        for name, change in adapter.changes.items():
+            if name not in self._names:
+                raise AdapterRefused(adapter.name, f"it changes {name}, which the model does not have")
+            if (layer := self._targets.get(name)) is None:
+                reason = "which is no linear layer that computes each token once (such as those of experts)"
+                raise AdapterRefused(adapter.name, f"it changes {name}, {reason}: this is not served")
+            if (shape := tuple(layer.weight.shape)) != change.shape:
+                reason = f"its change of {name} is {list(change.shape)}, and the model's weight {list(shape)}"
+                raise AdapterRefused(adapter.name, reason)
+        missing = sorted(name for name in self._targets.keys() - adapter.changes if adapter.config.changes(name))
+        if missing:
+            reason = f"it lacks the matrices of {len(missing)} of its target modules, {missing[0]} among them"
+            raise AdapterRefused(adapter.name, reason)
+
+    def add(self, prepared: PreparedAdapter) -> None:
+        assert isinstance(prepared, CpuAdapter)
+        for name, change in prepared.changes.items():
+            self._forwards[name].changes[prepared.digest] = change
+        self._digests.add(prepared.digest)
+
+    def remove(self, digest: str) -> None:
+        self._digests.discard(digest)
+        for forward in self._forwards.values():
+            forward.changes.pop(digest, None)
+
+    def applied(self, flat: FlatBatch) -> AbstractContextManager[object]:
+        return self._adapted(flat, digests) if self._digests and (digests := adapters_of(flat)) else nullcontext()
+
+    @contextmanager
+    def _adapted(self, flat: FlatBatch, digests: Sequence[str]) -> Iterator[None]:
+        self._step.update((digest, _rows(flat, digest)) for digest in digests)
+        layers: dict[nn.Module, Forward] = {self._targets[name]: each for name, each in self._forwards.items()}
+        try:
+            with replaced(layers), replaced({module: layer.original_forward for module, layer in self._fused}):
+                yield
+        finally:
+            self._step.clear()
+
+
+def _rows(flat: FlatBatch, digest: str) -> Rows:
+    spans = zip(flat.rows, flat.firsts.tolist(), flat.stops.tolist(), strict=True)
+    chosen = [np.arange(first, stop) for row, first, stop in spans if row.request.adapter == digest]
+    return torch.from_numpy(np.concatenate(chosen))
+
+
+def _padded(change: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return down and scaled up with zeros for whole panels of the rank and of the outputs."""
+    rank, outputs = -change.rank % PANEL, -len(change.up) % PANEL
+    down = nn.functional.pad(change.down.float(), (0, 0, 0, rank))
+    up = nn.functional.pad(change.up.float() * change.scaling, (0, rank, 0, outputs))
+    return down.to(dtype), up.to(dtype)
+
+
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """Give modules other forwards for a while."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
+
+
+def fused_layers(model: nn.Module) -> list[tuple[nn.Module, FusedLayer[Any]]]:
+    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, FusedLayer)]
+
+
+def find_targets(model: nn.Module, run: Callable[[], object], tokens: int) -> Mapping[str, PackedLinear]:
+    """Return the linear layers, by name, that get each of the ``tokens`` tokens of a step exactly once.
+
+    ``run`` computes such a step, and keeps fewer of them. Those of experts get other rows, the head gets only rows
+    that are kept.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    rows: dict[str, list[int]] = {name: [] for name in layers}
+
+    def recording(name: str, forward: Forward) -> Forward:
+        def record(x: torch.Tensor) -> torch.Tensor:
+            rows[name].append(x.numel() // x.shape[-1])
+            out: torch.Tensor = forward(x)
+            return out
+
+        return record
+
+    recorders: dict[nn.Module, Forward] = {module: recording(name, module.forward) for name, module in layers.items()}
+    unfused: dict[nn.Module, Forward] = {module: layer.original_forward for module, layer in fused_layers(model)}
+    with replaced(recorders), replaced(unfused):
+        run()
+    return {name: layers[name] for name, counts in rows.items() if counts == [tokens]}

@@ -1,0 +1,114 @@
+"""A model with adapters computes in float32 what PEFT computes, each sequence with its own adapter."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decant.engine.cpu.backend import CpuBackend
+from decant.engine.cpu.kernels.loader import KERNELS
+from decant.engine.loading import load
+from decant.engine.model.backend import Backend
+from decant.engine.model.model import ModelConfig, ModelDevice
+from decant.engine.plan import Row
+from decant.engine.request import Request
+from tests.engine import peft_adapters, tiny
+from tests.engine.peft_adapters import ALL, ATTENTION
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+PROMPTS = [tiny.prompt(length, length) for length in (5, 1, 37, 20)]
+
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "attention alone": {"target_modules": ATTENTION, "r": 16, "lora_alpha": 4},
+    "rank-stabilized": {"use_rslora": True, "r": 8},
+    "a pattern of targets": {"target_modules": r".*layers\.1\.self_attn\.(q|v)_proj"},
+    "ranks and alphas by pattern": {
+        "rank_pattern": {"q_proj": 3, r"layers\.0\.mlp\.down_proj": 9},
+        "alpha_pattern": {"v_proj": 1, r"layers\.1\.mlp\.up_proj": 31},
+    },
+    "some layers": {"layers_to_transform": [1]},
+    "without some": {"exclude_modules": ["k_proj", "model.layers.0.mlp.up_proj"]},
+}
+
+
+def add(device: ModelDevice, folder: Path) -> str:
+    prepared = device.adapters.load(folder.name, folder)
+    device.adapters.add(prepared)
+    return prepared.digest
+
+
+def serve(model: Path, backend: Backend | None = None, **options: Any) -> ModelDevice:
+    options = {"dtype": "float32", "device": "cpu", "kv_bytes": 1 << 20, "adapters": True, **options}
+    return load(ModelConfig(str(model), **options), backend=backend)
+
+
+def rows_of(device: ModelDevice, digests: Sequence[str]) -> list[Row]:
+    rows, first = [], 0
+    for index, digest in enumerate(digests):
+        prompt = PROMPTS[index % len(PROMPTS)]
+        stop = first + -(-len(prompt) // device.block_size)
+        request = Request(f"{index}", tuple(prompt), adapter=digest)
+        rows.append(Row(request, prompt, 0, len(prompt), (array("i", range(first, stop)),), True))
+        first = stop
+    return rows
+
+
+@torch.inference_mode()
+def logits(device: ModelDevice, rows: Sequence[Row]) -> list[torch.Tensor]:
+    """Logits of all tokens of each row, computed in one step."""
+    flat = device.runner.flatten(rows)
+    whole = device.runner.forward(flat, np.arange(int(flat.stops[-1])))
+    spans = zip(flat.rows, flat.firsts.tolist(), flat.stops.tolist(), strict=True)
+    pieces = {row.request.id: whole[first:stop].clone() for row, first, stop in spans}
+    return [pieces[row.request.id] for row in rows]
+
+
+def check_parity(device: ModelDevice, model: Path, folders: Sequence[Path]) -> None:
+    chosen: list[Path | None] = [folders[0], folders[-1], None, folders[0]]
+    digests = {folder: add(device, folder) for folder in folders}
+    ours = logits(device, rows_of(device, ["" if folder is None else digests[folder] for folder in chosen]))
+    for mine, folder, prompt in zip(ours, chosen, PROMPTS, strict=True):
+        (theirs,) = peft_adapters.logits(model, folder, [prompt])
+        assert (mine - theirs).abs().max() < 1e-3 * theirs.std()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def device(model: Path) -> ModelDevice:
+    return serve(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_sequence_has_the_logits_of_peft_with_its_adapter(
+    case: str, model: Path, device: ModelDevice, tmp_path: Path
+) -> None:
+    one = peft_adapters.save(model, tmp_path / "one", **CASES[case])
+    other = peft_adapters.save(model, tmp_path / "other", seed=1, r=2, target_modules=["q_proj", "down_proj"])
+    check_parity(device, model, [one, other])
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("qwen2", ALL), ("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]), ("gpt2", ["c_attn", "c_fc"])],
+)
+def test_other_kinds_of_layers_have_the_logits_of_peft(kind: str, targets: list[str], tmp_path: Path) -> None:
+    model = tiny.save(tiny.config(kind), tmp_path / "model")
+    folder = peft_adapters.save(model, tmp_path / "one", target_modules=targets)
+    check_parity(serve(model), model, [folder])
+
+
+@pytest.mark.skipif(KERNELS is None, reason="there are no kernels to do without")
+def test_torch_alone_has_the_logits_of_peft(model: Path, tmp_path: Path) -> None:
+    check_parity(serve(model, CpuBackend()), model, [peft_adapters.save(model, tmp_path / "one")])
