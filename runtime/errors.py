@@ -20,9 +20,10 @@ ServiceError                     any status without a subclass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import grpc
@@ -42,6 +43,9 @@ RETRY_AFTER_SECONDS = 1.0
 """Where the end of the cause is unknown."""
 RETRY_ELSEWHERE_SECONDS = 0.1
 """Retry delay while this process drains: another one may take the call."""
+
+MAX_NAMES = 20
+"""Names that a message lists."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -160,11 +164,17 @@ class Unimplemented(_FieldError):
 
 
 class NotFound(ServiceError):
-    REASONS: ClassVar = {"model": Reason.MODEL_NOT_FOUND, "request": Reason.REQUEST_NOT_FOUND}
+    REASONS: ClassVar = {
+        "adapter": Reason.MODEL_NOT_FOUND,
+        "model": Reason.MODEL_NOT_FOUND,
+        "request": Reason.REQUEST_NOT_FOUND,
+    }
 
-    def __init__(self, kind: str, name: str) -> None:
-        resource = Resource(kind, shorten(name))
-        detail = _detail(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: not found, got {resource.name}")
+    def __init__(self, kind: str, name: str, known: Iterable[str] = ()) -> None:
+        """``known``: names of that kind, of which the message has the first ones."""
+        resource, first = Resource(kind, shorten(name)), list(islice(known, MAX_NAMES))
+        limit = f"one of {', '.join(first)}" if first else "not found"
+        detail = _detail(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: {limit}, got {resource.name}")
         super().__init__(replace(detail, resource=resource))
 
 

@@ -114,7 +114,7 @@ def _limit_waits(request: Any) -> None:
 def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
     config = read_json(model, folder / "config.json")
     if config is None and (folder / "adapter_config.json").is_file():
-        reason = "it is an adapter (adapter_config.json), and adapters are not served yet: merge it into its base model"
+        reason = "it is an adapter (adapter_config.json): serve it beside its base model with --adapters NAME=FOLDER"
         raise ModelUnreadable(model, reason)
     if config is None:
         raise ModelUnreadable(model, "it has no config.json")

@@ -38,6 +38,7 @@ class Identity:
     role: wire.Role
     model: str
     address: str
+    adapters: tuple[wire.Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class EngineHost:
         self.guides = guides
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
+        self.adapters, self.adapter_digests = identity.adapters, device.adapters
         self.layout_hash, self.equal_bits = short_layout_hash(device.layout_hash), device.equal_bits
         self.context_length = engine.limits.context_length
         self.max_running = engine.limits.max_running

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from decant.engine.engine import Engine
-from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
+from decant.engine.errors import AdapterRefused, DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
 from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.output import StepOutput
 from decant.engine.plan import Device
@@ -44,6 +44,7 @@ from decant.runtime.telemetry.metrics import Registry
 from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
+from decant.worker import adapters
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.health_trial import HealthTrial
@@ -86,6 +87,8 @@ def main(role: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
         return _refused(role, str(error))
     except (InvalidConfig, SettingError) as error:
         return _refused(role, f"{flag_name(error.field)}: {error.limit}, got {error.value}")
+    except AdapterRefused as error:
+        return _refused(role, f"--adapters: {error}")
     except (ModelRefused, ModelUnreadable) as error:
         return _refused(role, f"--model: {error}")
     except StoreFault as error:
@@ -169,14 +172,24 @@ class Worker:
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
         device = await in_own_thread(lambda settings: self._load_device(settings, files), settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
-        host = await self._make_host(engine, files, server, await in_own_thread(partial(load_guides, files), device))
+        guides = await in_own_thread(partial(load_guides, files), device)
+        load_adapters = partial(adapters.load, device.adapters)
+        served = await in_own_thread(load_adapters, settings.adapters)
+        for adapter in served:
+            _log.info("adapter loaded", name=adapter.name, digest=adapter.digest, rank=adapter.rank)
+        host = await self._make_host(engine, files, server, guides, served)
         await _warm_up_engine(host)
         prefill, decode = await self._open(host)
         server.shutdown.ends_process = False
         self._parts = _Parts(host, prefill, decode, await self._register(host, files))
 
     async def _make_host(
-        self, engine: Engine, files: ModelFiles, server: Server, guides: GrammarCompiler
+        self,
+        engine: Engine,
+        files: ModelFiles,
+        server: Server,
+        guides: GrammarCompiler,
+        served: tuple[wire.Adapter, ...],
     ) -> EngineHost:
         settings = self._settings
         name = enum_label(wire.Role, self._role)
@@ -187,6 +200,7 @@ class Worker:
             role=self._role,
             model=files.id,
             address=settings.advertise or server.address,
+            adapters=served,
         )
         limits = WorkerLimits(settings.lease_ms, settings.max_waiting)
         host = EngineHost(engine, identity, transport, limits, guides)
@@ -228,6 +242,7 @@ class Worker:
                 step_us_per_sequence=(host.step_costs.token + host.step_costs.logits) * 1e6,
             ),
             equal_bits=host.equal_bits,
+            adapters=host.adapters,
         )
         self.is_announced = True
         lifetimes = Ttls()
@@ -265,6 +280,7 @@ class Worker:
 
 def _check(settings: WorkerSettings) -> None:
     Limits(settings.token_budget or settings.max_running, settings.max_running)
+    adapters.parse(settings.adapters)
     if settings.advertise is None and is_every_address(settings.host):
         raise SettingError("advertise", "needed where host is every address", "nothing")
 

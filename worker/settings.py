@@ -76,6 +76,10 @@ class WorkerSettings(MemberSettings):
         description="on a CPU: quantize linear layers and the head while they are loaded; int8: a scale for "
         "each output; int4: one for each 64 inputs, with an int8 head; unset: as the checkpoint has them",
     )
+    adapters: tuple[str, ...] = Field(
+        default=(),
+        description="LoRA adapters of the model, on a CPU: NAME=FOLDER, separated by commas; a folder as PEFT saves it",
+    )
     exact: bool = Field(
         default=False,
         description="on CUDA with triton: EXPERIMENTAL, compute a sequence with the same bits in any "

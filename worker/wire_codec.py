@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import replace
 
 from decant.engine.errors import InvalidRequest
@@ -61,13 +61,15 @@ def to_requests(
     model: str,
     park_after: bool = False,
     guides: GrammarCompiler | None = None,
+    adapters: Container[str] = (),
 ) -> list[Request]:
     """Convert a request to one for each output, named ``name`` and an index, in the order of the message.
 
     The first returns the prompt's log-probabilities, if they are wanted. ``park_after`` parks each sequence after its
     next token. Without ``guides``, of this worker's tokenizer, a guide is refused; its grammar may not be compiled yet.
-    Raises RequestRejected.
+    ``adapters``: the digests that a request may have. Raises RequestRejected.
     """
+    _check_adapter(message.adapter, adapters)
     _check_supported(message, model, () if guides else ("guide",))
     prompt = _unpacked("prompt", message.prompt)
     try:
@@ -84,6 +86,7 @@ def to_requests(
             prompt_logprobs_from=max(1, message.prompt_logprobs_from),
             embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
             grammar=_grammar(message.guide, guides),
+            adapter=message.adapter,
         )
         return [_output_request(whole, prefix, place, park_after) for place, prefix in enumerate(message.outputs)]
     except InvalidRequest as error:
@@ -117,6 +120,11 @@ def _embedding(message: wire.Embedding) -> EmbeddingParams:
     return EmbeddingParams(_POOLINGS[message.pooling], dimensions, message.normalize)
 
 
+def _check_adapter(digest: str, adapters: Container[str]) -> None:
+    if digest and digest not in adapters:
+        raise RequestRejected.because("adapter", "one that this worker has", digest, wire.CAUSE_UNKNOWN_ADAPTER)
+
+
 def _check_supported(message: wire.EngineRequest, model: str, unsupported: Collection[str]) -> None:
     if message.model != model:
         raise RequestRejected.because(
@@ -127,7 +135,7 @@ def _check_supported(message: wire.EngineRequest, model: str, unsupported: Colle
         raise RequestRejected.because("outputs", "at least one, each once", indexes)
     if message.HasField("embedding") and len(indexes) > 1:
         raise RequestRejected.because("outputs", "one with an embedding", len(indexes))
-    for field in ("adapter", *unsupported):
+    for field in unsupported:
         if getattr(message, field) != getattr(wire.EngineRequest(), field):
             raise RequestRejected.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)
 

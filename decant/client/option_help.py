@@ -13,7 +13,7 @@ OPTION_HELP = {
     "request_id": "id of the request, to resume or fetch it; unset: generated",
     "model": "id of a served model; unset: the server's default",
     "priority": "-1000 to 1000, larger is more urgent; 0",
-    "lora_name": "name of an adapter; not implemented",
+    "lora_name": "name of one of the model's LoRA adapters (`list_models`); unset: none",
     "user": "your own end user, for the server's log",
     "parse_special_tokens": "texts of special tokens in the input are those tokens; True for a text, False in messages",
     "add_generation_prompt": "for messages: the chat template opens the assistant's turn; True",

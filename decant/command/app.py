@@ -46,6 +46,7 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     tools: opt.Tools = None,
     tool_choice: opt.ToolChoice = None,
     model: opt.ModelId = None,
+    lora_name: opt.LoraName = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,
     temperature: opt.Temperature = None,
@@ -168,6 +169,7 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     redis_url: opt.RedisToUse = UpOptions.redis_url,
     dtype: opt.Dtype = UpOptions.dtype,
     kv_memory: opt.KvMemory = UpOptions.kv_memory,
+    adapters: opt.Adapters = None,
     ready_seconds: opt.ReadySeconds = UpOptions.ready_seconds,
     log_format: opt.LogFormat = UpOptions.log_format,
 ) -> None:
@@ -179,7 +181,8 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command.up import command as starting
 
     with one_line_errors():
-        raise SystemExit(starting.run(UpOptions(**ctx.params)))
+        options = {**ctx.params, "adapters": tuple(adapters or ())}
+        raise SystemExit(starting.run(UpOptions(**options)))
 
 
 @app.command()

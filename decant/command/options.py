@@ -37,6 +37,7 @@ ToolChoice = Annotated[
     str | None, Option(help="auto, none, required, or the name of a tool that the model has to call; with --tools.")
 ]
 ModelId = Annotated[str | None, Option(help="Model id; unset: the server's default.")]
+LoraName = Annotated[str | None, Option("--lora", help="Name of one of the model's adapters; unset: none.")]
 MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
 MinTokens = Annotated[int | None, Option(help="Minimum output tokens before the output may end.")]
 Temperature = Annotated[float | None, Option(help="Sampling temperature; 0 takes the most likely token.")]
@@ -102,6 +103,10 @@ RedisToUse = Annotated[str | None, Option(help="Redis to use; unset: a private o
 Dtype = Annotated[str, Option(help="Dtype of weights and KV cache: auto, bfloat16, float16 or float32.")]
 KvMemory = Annotated[
     str | None, Option(help="Memory for the KV cache of each worker, such as 512M or 2G; unset: a share.")
+]
+Adapters = Annotated[
+    list[str] | None,
+    Option(help="LoRA adapter of the model for each worker, as NAME=FOLDER; may be repeated.", show_default=False),
 ]
 ReadySeconds = Annotated[float, Option(min=1, help="Seconds to wait until all processes are ready.")]
 LogFormat = Annotated[

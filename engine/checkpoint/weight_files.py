@@ -49,7 +49,7 @@ def check_format(folder: Path, config: Mapping[str, Any]) -> None:
 
 def check_adapters(folder: Path, name: str) -> None:
     if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
-        reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
+        reason = f"it has an adapter ({adapters[0]}): serve it beside its base model with --adapters NAME=FOLDER"
         raise ModelRefused(name, reason)
 
 

@@ -23,7 +23,7 @@ from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of,
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
 from decant.runtime.connections.channel import Deadline
-from decant.runtime.errors import ServiceError
+from decant.runtime.errors import NotFound, ServiceError
 from decant.runtime.serving.interceptor import ClientDisconnected
 from decant.runtime.telemetry import tracing
 from decant.runtime.telemetry.metrics import RequestMetrics
@@ -59,6 +59,7 @@ class GenerationCalls:
     async def begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
         """Validate and admit a request of the call's tenant. Raises what `validate` and `RequestRegistry.begin` do."""
         tenant, deadline = call.tenant, Deadline.of(call.context)
+        request = self._with_adapter_of_model(request, tenant.models)
         served = tenant.models.find(request.model)
         model = served.id
         # Before any other work: an overloaded router must refuse a request cheaply.
@@ -70,9 +71,10 @@ class GenerationCalls:
             size = self._least_size(request, served)
             if size.prompt_tokens < self.context_length(served):  # a longer one is refused by its field below
                 await self._registry.check_load(key, model, size, request.priority, deadline)
+            adapter = self._adapter_of(request.lora_name, model)
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
-            valid.engine_request.traceparent = span.traceparent
+            valid.engine_request.traceparent, valid.engine_request.adapter = span.traceparent, adapter
             span.set(model=model, tenant=tenant.name, request_id=valid.key.id, prompt_tokens=valid.prompt_tokens)
             return await self._registry.begin(valid, call.send_acceptance)
 
@@ -98,6 +100,28 @@ class GenerationCalls:
 
     def context_length(self, model: ServedModel) -> int:
         return context_length_of(model, self._registry.max_context_length) or ASSUMED_CONTEXT_LENGTH
+
+    def _with_adapter_of_model(self, request: pb.GenerateRequest, models: Models) -> pb.GenerateRequest:
+        """Name the base and the adapter of a request whose model is an adapter's name."""
+        name = request.model
+        if not name or request.lora_name or models.knows(name):
+            return request
+        base = next((id for id in models.by_id if name in self._registry.adapters(id)), None)
+        if base is None:
+            return request
+        named = pb.GenerateRequest()
+        named.CopyFrom(request)
+        named.model, named.lora_name = base, name
+        return named
+
+    def _adapter_of(self, name: str, model: str) -> str:
+        """Return the digest of the adapter with that name, empty for none. Raises NotFound."""
+        if not name:
+            return ""
+        adapters = self._registry.adapters(model)
+        if name not in adapters:
+            raise NotFound("adapter", name, adapters)
+        return adapters[name].digest
 
     def _least_size(self, request: pb.GenerateRequest, model: ServedModel) -> RequestSize:
         return least_size(request, least_prompt_tokens(request, model), self.context_length(model))

@@ -164,6 +164,10 @@ class InferenceService:
             revision=model.revision,
             has_chat_template=model.has_chat_template,
             tool_call_format=model.call_format.name if model.call_format is not None else "",
+            adapters=[
+                pb.Adapter(name=adapter.name, revision=adapter.digest, rank=adapter.rank)
+                for adapter in self._registry.adapters(model.id).values()
+            ],
         )
 
     @authenticated

@@ -51,7 +51,6 @@ LISTED_BYTES = 16 * 1024
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "GuidedDecoding.structural_tag": lambda request: request.guided.HasField("structural_tag"),
-    "GenerateRequest.lora_name": lambda request: request.lora_name,
 }
 
 UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
@@ -68,7 +67,7 @@ async def validate(
     """Validate and tokenize a request; ``unix_time`` is when it was accepted, None: now.
 
     Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if no worker gives the context
-    length; QueueFull or DeadlineExceeded where a text waits for a thread.
+    length; QueueFull or DeadlineExceeded where a text waits for a thread. The caller sets the adapter's digest.
     """
     accepted_at = asyncio.get_running_loop().time()
     check_size(request)

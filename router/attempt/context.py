@@ -45,6 +45,15 @@ class AttemptContext:
         return self.stream.request.engine_request.model
 
     @property
+    def adapter(self) -> str:
+        """Digest of the request's adapter; empty: none."""
+        return self.stream.request.engine_request.adapter
+
+    @property
+    def adapter_name(self) -> str:
+        return self.stream.request.payload.lora_name
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the outputs so far."""
         return self.stream.request.prompt_tokens + self.stream.num_tokens

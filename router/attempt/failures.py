@@ -34,6 +34,7 @@ _NO_FAULTY_WORKER = frozenset(
         wire.CAUSE_ID_REUSED,
         wire.CAUSE_LAYOUT_DIFFERS,
         wire.CAUSE_SALT_DIFFERS,
+        wire.CAUSE_UNKNOWN_ADAPTER,
     }
 )
 

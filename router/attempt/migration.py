@@ -81,7 +81,7 @@ class Migration:
 
     def on_draining(self, leg: DecodeLeg) -> None:
         excluded = self._context.excluded_workers | self._failed_targets
-        if leg is self.source and self._pool.can_receive(leg.worker, excluded):
+        if leg is self.source and self._pool.can_receive(leg.worker, excluded, self._context.adapter):
             leg.request_offer()
 
     def on_resumed(self, leg: DecodeLeg) -> None:

@@ -16,6 +16,7 @@ from decant.router.placement.policy import (
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.waiting_line import CapacityKind, WaitsFor
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.errors import NotFound
 from decant.runtime.priority import queue_key
 from decant.state.ids import Incarnation
 
@@ -36,10 +37,14 @@ class Search(ABC, Generic[_T]):
         return self._pool.search_ends(since, unanswered)
 
     def failure(self) -> Exception:
+        """Error of a search that found none in time."""
+        context = self._context
+        if self._pool.has_usable(context.model) and not self._pool.has_usable(context.model, context.adapter):
+            return NotFound("adapter", context.adapter_name, self._pool.adapters(context.model))
         return NoWorker()
 
     def is_answered(self) -> bool:
-        return self._pool.has_usable(self._context.model)
+        return self._pool.has_usable(self._context.model, self._context.adapter)
 
     @abstractmethod
     def choose(self) -> _T | None: ...
@@ -49,7 +54,7 @@ class Search(ABC, Generic[_T]):
 
     def _workers(self) -> list[WorkerSnapshot]:
         context = self._context
-        return self._pool.snapshot(context.model, context.excluded_workers, context.prefix)
+        return self._pool.snapshot(context.model, context.excluded_workers, context.prefix, context.adapter)
 
     def _request(self) -> PlacementRequest:
         context = self._context
@@ -95,7 +100,8 @@ class CacheSearch(Search[Incarnation]):
         return any(worker.is_usable for worker in self._receivers())
 
     def _receivers(self) -> list[WorkerHandle]:
-        return self._pool.receivers(self._context.model, self._ticket.layout_hash, self._prefill_worker)
+        context = self._context
+        return self._pool.receivers(context.model, self._ticket.layout_hash, self._prefill_worker, context.adapter)
 
     def choose(self) -> Incarnation | None:
         return choose_decode_worker(self._workers(), self._request(), self._ticket.layout_hash, self._prefill_worker)
@@ -107,7 +113,7 @@ class CacheSearch(Search[Incarnation]):
 def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
-    workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
+    workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix, context.adapter)
     candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(
         candidates,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
 from decant.protos import worker_pb2 as wire
@@ -162,6 +162,10 @@ class RequestRegistry:
 
     def max_context_length(self, model: str) -> int | None:
         return self._router.pool.max_context_length(model)
+
+    def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
+        """Adapters that can be used now, by name."""
+        return self._router.pool.adapters(model)
 
     def hold_quota(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Count a call that needs no worker as in flight during the block, which raises QuotaExceeded at its start."""

@@ -26,6 +26,7 @@ def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -
         context_length = (lambda _: _NO_LIMIT) if stored.ended else max_context_length
         created = stored.record.create_time.ToDatetime(UTC).timestamp()
         valid = await validate(request, models, context_length, _deadline(stored.record), stored.key.tenant, created)
+        valid.engine_request.adapter = stored.record.adapter  # its name may stand for another one now
         valid.engine_request.traceparent = stored.record.traceparent
         return replace(valid, key=stored.key, payload=stored.payload, accepted_at=_accepted_at(stored.record))
 

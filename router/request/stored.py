@@ -170,6 +170,7 @@ def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedR
         prompt_tokens=request.prompt_tokens,
         prompt_hash=_prompt_hash(request),
         traceparent=request.engine_request.traceparent,
+        adapter=request.engine_request.adapter,
     )
     remaining_s = request.deadline.remaining()
     if remaining_s is not None:

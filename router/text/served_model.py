@@ -153,6 +153,10 @@ class Models:
         if len(self.by_id) < len(listed):
             raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
 
+    def knows(self, name: str) -> bool:
+        """Whether a model has that id, served to this tenant or withheld."""
+        return name in self.by_id or name in self._withheld
+
     def find(self, name: str) -> ServedModel:
         """Find a model by name, the default if empty. Raises NotFound, PermissionDenied."""
         if not name:

@@ -125,6 +125,8 @@ class WorkerMembership:
         self._rejected = {one: error for one, error in self._rejected.items() if one in self._registered}
         for incarnation, worker in self._workers.items():
             worker.is_registered = incarnation in self._registered
+            if worker.is_registered:
+                worker.adapters = self._registered[incarnation].adapters
         self._add_registered()
         self._is_listed.set()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -58,15 +59,26 @@ class WorkerPool:
         return (worker for worker in self.membership if worker.model == model)
 
     def snapshot(
-        self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None
+        self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None, adapter: str = ""
     ) -> list[WorkerSnapshot]:
-        """Snapshots of the usable workers; those in ``excluded`` are avoided, not left out."""
+        """Snapshots of the usable workers that have the adapter; those in ``excluded`` are avoided, not left out."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
             worker.snapshot(cached.get(worker.load.number, 0), is_avoided=worker.incarnation in excluded)
             for worker in self.of(model)
-            if worker.is_usable
+            if worker.is_usable and worker.has_adapter(adapter)
         ]
+
+    def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
+        """Adapters of the usable workers by name: of several revisions, the one that most workers have."""
+        counts: dict[str, Counter[str]] = {}
+        found: dict[str, wire.Adapter] = {}
+        for worker in self.of(model):
+            for adapter in worker.adapters if worker.is_usable else ():
+                counts.setdefault(adapter.name, Counter())[adapter.digest] += 1
+                found[adapter.digest] = adapter
+        best = {name: max(count, key=lambda digest: (count[digest], digest)) for name, count in counts.items()}
+        return {name: found[digest] for name, digest in sorted(best.items())}
 
     def capacity(self, model: str) -> PoolCapacity:
         usable = [worker for worker in self.of(model) if worker.is_usable]
@@ -101,22 +113,24 @@ class WorkerPool:
         usable = [worker for worker in self.of(model) if worker.is_usable]
         return min((worker.registration.capacity.max_context_length for worker in usable), default=None)
 
-    def has_usable(self, model: str) -> bool:
-        return any(worker.is_usable for worker in self.of(model))
+    def has_usable(self, model: str, adapter: str = "") -> bool:
+        return any(worker.is_usable and worker.has_adapter(adapter) for worker in self.of(model))
 
-    def receivers(self, model: str, layout_hash: int, sender: Incarnation) -> list[WorkerHandle]:
+    def receivers(self, model: str, layout_hash: int, sender: Incarnation, adapter: str = "") -> list[WorkerHandle]:
         return [
             worker
             for worker in self.of(model)
             if worker.load.layout_hash == layout_hash and worker.incarnation != sender and not worker.load.is_draining
+            if worker.has_adapter(adapter)
         ]
 
-    def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
+    def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation], adapter: str = "") -> bool:
         """Whether a worker can take a migrated run now; cheap: it is called for each sequence at every heartbeat."""
         candidates = [
             worker
             for worker in self.of(source.registration.model)
             if worker is not source and worker.load.layout_hash == source.load.layout_hash
+            if worker.has_adapter(adapter)
             if worker.is_usable and not worker.is_avoided and worker.incarnation not in excluded
         ]
         decode = [worker for worker in candidates if worker.load.role != wire.ROLE_PREFILL]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 
+from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
@@ -41,6 +43,7 @@ class WorkerHandle:
         self.session = session
         self.is_registered = True
         self._timings = timings
+        self.adapters: Sequence[wire.Adapter] = registration.adapters
         self._failures = 0  # in a row
         self._avoided_until = 0.0
 
@@ -51,6 +54,10 @@ class WorkerHandle:
     @property
     def is_wanted(self) -> bool:
         return self.is_registered or self.session.is_busy
+
+    def has_adapter(self, digest: str) -> bool:
+        """Whether the worker has the adapter, or the request has none."""
+        return not digest or any(adapter.digest == digest for adapter in self.adapters)
 
     @property
     def is_avoided(self) -> bool:

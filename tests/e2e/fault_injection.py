@@ -23,7 +23,7 @@ from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, make_request
-from tests.worker.harness import MODEL, WorkerHarness, registered, run_alone, tokens, worker
+from tests.worker.harness import ADAPTERS, MODEL, WorkerHarness, registered, run_alone, tokens, worker
 from tests.worker.waiting import expire, expire_orphans
 
 LEASE_MS = 600_000
@@ -41,6 +41,9 @@ GUIDES = (
     wire.Guide(regex="([a-p][q-z0-9]|[A-P]){20}"),
     wire.Guide(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 9}'),
 )
+"""Of the requests in turn."""
+
+REQUEST_ADAPTERS = "", ADAPTERS[0].digest, "", ADAPTERS[1].digest, ADAPTERS[0].digest
 """Of the requests in turn."""
 
 SENDER, RECEIVER = "p", "d"
@@ -158,12 +161,15 @@ def _work(number: int, outputs: Sequence[int] = ()) -> wire.EngineRequest:
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
         stopping=wire.Stopping(max_tokens=WANTED),
         salt=b"tenant",
+        adapter=REQUEST_ADAPTERS[number % len(REQUEST_ADAPTERS)],
         guide=GUIDES[number % len(GUIDES)],
     )
 
 
 async def _restore(found: StoredRequest) -> ValidRequest:
-    return replace(_request(int(found.key.id[1:])), payload=found.payload)
+    request = replace(_request(int(found.key.id[1:])), payload=found.payload)
+    assert request.engine_request.adapter == found.record.adapter
+    return request
 
 
 @asynccontextmanager

@@ -135,9 +135,13 @@ async def test_invalid_requests_are_refused_by_reason(harness: Harness) -> None:
     field, limit, value = long.violation
     assert (field, value) == ("token_ids.ids", str(2048 + len(PROMPT)))
     assert "2048" in limit
+    tagged = generate_request(5, guided=pb.GuidedDecoding(structural_tag="{}"))
+    unsupported = await error_of(harness.stub.Generate(tagged))
+    assert (unsupported.code, unsupported.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
+    assert (unsupported.violation[0], unsupported.violation[2]) == ("GuidedDecoding.structural_tag", "{}")
     adapter = await error_of(harness.stub.Generate(generate_request(5, lora_name="pirate")))
-    assert (adapter.code, adapter.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
-    assert (adapter.violation[0], adapter.violation[2]) == ("GenerateRequest.lora_name", "pirate")
+    assert (adapter.code, adapter.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
+    assert adapter.details[ResourceInfo].resource_type == "adapter"
     unknown = await error_of(harness.stub.Generate(generate_request(5, model="absent")))
     assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
     about = unknown.details[ResourceInfo]

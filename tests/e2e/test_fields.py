@@ -11,6 +11,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from decant import models
 from decant.engine.request import SamplingParams
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
@@ -18,8 +19,9 @@ from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.runtime.errors import Unimplemented, from_call
 from tests.e2e.checkpoints import small_with
 from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, open_stub, run_alone
-from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.metrics_page import until_metric
+from tests.engine import peft_adapters
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +41,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}def {% endif %}"
     "{# the format of calls: <tool_call> arguments </tool_call> #}"
 )
+ADAPTER = "pirate"
 CHAT = "chat"
 CHAT_CONFIG = {"chat_template": TEMPLATE, "split_special_tokens": False}
 
@@ -58,8 +61,10 @@ def field(*names: str) -> Callable[[Check], Check]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", **CHAT_CONFIG)
+    adapter = peft_adapters.for_model(tmp_path_factory.mktemp("adapters") / ADAPTER, models.path())
     router = ("--resume-grace-ms", "0", "--max-active", "1")
-    with deployment(router=router, another=f"{CHAT}={folder}") as made:
+    worker = (*SMALL_KV, "--adapters", f"{ADAPTER}={adapter}")
+    with deployment(router=router, worker=worker, another=f"{CHAT}={folder}") as made:
         yield made
 
 
@@ -90,7 +95,6 @@ def leaves(descriptor: Any) -> Iterator[str]:
 
 UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
     "GuidedDecoding.structural_tag": pb.GenerateRequest(guided=pb.GuidedDecoding(structural_tag="{}")),
-    "GenerateRequest.lora_name": pb.GenerateRequest(lora_name="pirate"),
 }
 
 
@@ -130,6 +134,20 @@ async def _model(stub: Stub) -> None:
         answer = await ask(stub, request(model=model))
         assert answer.started.model == model
         assert bool(answer.receipt.prefill_worker) == (model != CHAT), "the second model has a decode worker alone"
+
+
+@field("GenerateRequest.lora_name")
+async def _lora_name(stub: Stub) -> None:
+    listed = await stub.ListModels(pb.ListModelsRequest(), timeout=PATIENCE_S)
+    assert [(adapter.name, adapter.rank) for adapter in listed.models[0].adapters] == [(ADAPTER, 4)]
+    base, adapted = await plain(stub), await ask(stub, request(lora_name=ADAPTER))
+    assert adapted.ids != base.ids
+    again = await ask(stub, request(model=ADAPTER))
+    assert (again.ids, again.started.model) == (adapted.ids, "tiny-python")
+    assert (await plain(stub)).ids == base.ids, "its blocks are not those of the base"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Generate(request(lora_name="absent"), timeout=PATIENCE_S)
+    assert str(from_call(refused.value)) == f"adapter: one of {ADAPTER}, got absent"
 
 
 @field("GenerateRequest.prompt", "TokenIds.ids")

@@ -76,7 +76,7 @@ async def test_refusals_name_field_limit_and_value(stub: InferenceServiceStub) -
     assert isinstance(many, InvalidArgument)
     assert (many.field, many.limit, many.value) == ("sampling.n", "1 to 128", "129")
     adapter = await refusal(stub, pb.GenerateRequest(prompt="x", lora_name="pirate"))
-    assert isinstance(adapter, Unimplemented)
+    assert isinstance(adapter, NotFound)
     assert isinstance(await refusal(stub, pb.GenerateRequest(prompt="x", model="nobody")), NotFound)
     chat = pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="user", content="hello")]))
     untemplated = await refusal(stub, chat)

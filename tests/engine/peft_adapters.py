@@ -74,3 +74,11 @@ def plain(
         tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * rank**-0.5
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     return folder
+
+
+def for_model(folder: Path, model: Path, **options: Any) -> Path:
+    """Write an adapter of every query and down projection of a model's folder."""
+    names = (".q_proj.weight", ".down_proj.weight")
+    weights = {name: tuple(each.shape) for name, each in load_file(model / "model.safetensors").items()}
+    shapes = {name.removesuffix(".weight"): shape for name, shape in weights.items() if name.endswith(names)}
+    return plain(folder, shapes, **options)

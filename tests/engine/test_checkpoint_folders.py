@@ -193,7 +193,7 @@ def test_a_quantization_of_null_is_none(copy):
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_an_adapter_in_the_folder_is_refused_by_name(name, copy):
     (copy / name).write_text("{}")
-    with pytest.raises(ModelRefused, match=rf"it has an adapter \({name}\), and adapters are not served yet"):
+    with pytest.raises(ModelRefused, match=rf"it has an adapter \({name}\): serve it beside its base model"):
         serve(copy)
 
 
@@ -203,7 +203,7 @@ def test_an_adapter_of_a_hub_name_is_refused_by_name(hub, has_config):
     (snapshot / "adapter_config.json").write_text("{}")
     if not has_config:
         (snapshot / "config.json").unlink()
-    with pytest.raises(ModelRefused, match=r"it has an adapter \(adapter_config\.json\), and adapters are not served"):
+    with pytest.raises(ModelRefused, match=r"it has an adapter \(adapter_config\.json\): serve it beside its base"):
         serve("org/tiny")
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
@@ -118,6 +118,7 @@ class ScriptedRegistry:
         self.quota_tenants: list[str] = []
         """Tenants of calls that need no worker."""
         self.prompts = ScriptedPrompts()
+        self.known_adapters: list[wire.Adapter] = []
         self.plan: Callable[[TokenStream], Any] = lambda stream: None
 
     async def begin(self, request: ValidRequest, on_waiting: Any = None) -> TokenStream:
@@ -155,6 +156,9 @@ class ScriptedRegistry:
 
     def max_context_length(self, model: str) -> int | None:
         return self.context_length
+
+    def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
+        return {adapter.name: adapter for adapter in self.known_adapters}
 
     async def wait_for_worker(
         self, key: RequestKey, model: str, prompt_tokens: int, deadline: Deadline, on_waiting: Any = None

@@ -18,7 +18,6 @@ from decant.runtime.errors import (
     InvalidArgument,
     NotFound,
     QueueFull,
-    Unimplemented,
 )
 from decant.runtime.grpc_options import ACCEPTED
 from decant.runtime.serving.interceptor import ClientDisconnected
@@ -101,7 +100,7 @@ async def test_errors_arrive_as_they_are(method):
 
         assert isinstance(await error_of_call(call(prompt="")), InvalidArgument)
         assert isinstance(await error_of_call(call(model="none")), NotFound)
-        assert isinstance(await error_of_call(call(lora_name="x")), Unimplemented)
+        assert isinstance(await error_of_call(call(lora_name="x")), NotFound)
         s.requests.refusal = QueueFull(3, retry_after=1.5)
         full = await error_of_call(call())
         assert (full.reason, full.retry_after) == (Reason.QUEUE_FULL, 1.5)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from decant.engine.engine import Engine
-from decant.engine.fake import FakeDevice
+from decant.engine.fake import FakeAdapter, FakeDevice
 from decant.engine.output import SequenceFinished, StepOutput, Token
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import Request
@@ -47,12 +47,18 @@ MODEL = "m"
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
 
+ADAPTERS = tuple(wire.Adapter(name=name, digest=f"digest of {name}", rank=8) for name in ("pirate", "poet"))
+"""Of each worker."""
+
+
 class Device(FakeDevice):
     """Device whose steps take ``step_s``, wait while it is held, and raise if it is ``broken``."""
 
     def __init__(self, *, step_s: float, **settings: Any) -> None:
         super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, cost=lambda _: self.step_s, **settings)
         self.step_s = step_s
+        for adapter in ADAPTERS:
+            self.adapters.add(FakeAdapter(adapter.digest))
         self.free = threading.Event()
         self.free.set()
         self.broken = False
@@ -215,6 +221,7 @@ def registered(harness: WorkerHarness, *, equal_bits: bool = True) -> Any:
             tokenizer=TOKENIZER,
             capacity=capacity,
             equal_bits=equal_bits,
+            adapters=host.adapters,
         )
     )
 
@@ -248,7 +255,7 @@ async def worker(
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=PROTOCOL)
-    identity = Identity(peer, role, MODEL, advertise)
+    identity = Identity(peer, role, MODEL, advertise, ADAPTERS)
     limits = WorkerLimits(lease_ms, max_waiting, load_interval_s)
     harness = WorkerHarness(engine, server, port, identity, limits, session_limits)
     async with harness.host:
@@ -286,5 +293,8 @@ def make_work(
 
 
 def run_alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
-    request = replace(to_request("alone", work, model=MODEL, guides=tiny_tokenizer.compiler()), park_after=None)
+    request = replace(
+        to_request("alone", work, model=MODEL, guides=tiny_tokenizer.compiler(), adapters={work.adapter}),
+        park_after=None,
+    )
     return run_request_alone(request, () if eos is None else (eos,))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Container
+
 from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.request import Request
 from decant.handoff.receiver import TransferResult
@@ -15,9 +17,10 @@ def to_request(
     model: str,
     park_after: bool = False,
     guides: GrammarCompiler | None = None,
+    adapters: Container[str] = (),
 ) -> Request:
     """Convert a request for one output."""
-    (request,) = to_requests(name, message, model=model, park_after=park_after, guides=guides)
+    (request,) = to_requests(name, message, model=model, park_after=park_after, guides=guides, adapters=adapters)
     return request
 
 

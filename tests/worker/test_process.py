@@ -340,6 +340,8 @@ def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
         (("--redis-url", "redis://h:port"), "--redis-url: host:port with a port from 0 to 65535, got another port"),
         (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),
         (("--handoff", "nixl"), "--handoff: grpc unless --allow-unauthenticated-peers is set"),
+        (("--adapters", "pirate=/nowhere"), "--adapters: adapter pirate is not served: /nowhere has no file"),
+        (("--adapters", "pirate"), "--adapters: NAME=FOLDER, a name of up to 128"),
         (("--threads", "0"), "--threads"),
         (("--step-ms", "0"), "--step-ms"),
         (("--token-budget", "0"), "--token-budget"),

@@ -95,7 +95,6 @@ def test_a_value_out_of_range_is_invalid_and_named(changed: dict[str, object], f
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"adapter": "lora"}, "adapter"),
         ({"guide": wire.Guide(regex="a*")}, "guide"),
         ({"guide": wire.Guide(json_object=False)}, "guide"),
     ],
@@ -103,6 +102,23 @@ def test_a_value_out_of_range_is_invalid_and_named(changed: dict[str, object], f
 def test_an_unsupported_field_is_named(changed: dict[str, object], field: str) -> None:
     failure = refused(**changed)
     assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, field)
+
+
+def test_an_adapter_that_the_worker_does_not_have_has_its_own_cause() -> None:
+    failure = refused(adapter="a1")
+    assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNKNOWN_ADAPTER, "adapter")
+
+
+def test_only_requests_of_one_adapter_and_one_salt_share_blocks() -> None:
+    work = whole_work()
+    work.ClearField("guide")
+    salts = set()
+    for salt, adapter in ((b"one", ""), (b"one", "a1"), (b"one", "b2"), (b"two", "a1")):
+        work.salt, work.adapter = salt, adapter
+        made = to_requests("r", work, model="m", adapters={"a1", "b2"})
+        assert {request.adapter for request in made} == {adapter}
+        salts |= {request.cache_salt for request in made}
+    assert len(salts) == 4
 
 
 def test_a_guide_becomes_the_grammar_of_the_workers_tokenizer() -> None:

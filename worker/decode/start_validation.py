@@ -30,7 +30,10 @@ class StartValidator:
         number, now = next(self._numbers), asyncio.get_running_loop().time()
         ref, engine_request = start.run, start.engine_request
         name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never reused: a late event belongs to no other run
-        requests = to_requests(name, engine_request, model=self._host.model, guides=self._host.guides)
+        host = self._host
+        requests = to_requests(
+            name, engine_request, model=host.model, guides=host.guides, adapters=host.adapter_digests
+        )
         if start.HasField("ticket"):
             requests = _owner_first(requests, start.ticket)
         tokens = max(max(len(each.token_ids), each.prompt_len + (each.stop.max_tokens or 0)) for each in requests)

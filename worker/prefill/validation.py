@@ -25,7 +25,14 @@ class CallValidator:
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run
         parks = call.handoff or _needs_park(engine_request)
-        requests = to_requests(name, engine_request, model=host.model, park_after=parks, guides=host.guides)
+        requests = to_requests(
+            name,
+            engine_request,
+            model=host.model,
+            park_after=parks,
+            guides=host.guides,
+            adapters=host.adapter_digests,
+        )
         longest = max(len(request.token_ids) for request in requests)
         if longest > host.context_length:
             detail = f"{longest} tokens; the maximum context length is {host.context_length}"

@@ -73,6 +73,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
         cuda_kernels=settings.cuda_kernels,
         exact=settings.exact,
         quantize=settings.quantize,
+        adapters=bool(settings.adapters),
         step_sizes=StepSizes(
             max(settings.token_budget or MAX_TOKEN_BUDGET, settings.max_running), settings.max_running
         ),

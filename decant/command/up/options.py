@@ -19,5 +19,6 @@ class UpOptions:
     redis_url: str | None = None
     dtype: str = "auto"
     kv_memory: str | None = None
+    adapters: tuple[str, ...] = ()
     ready_seconds: float = 600.0
     log_format: str = "auto"

@@ -114,11 +114,12 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json", *_ADMIN)
     common = (*where, "--model", model_of(options), "--dtype", options.dtype)
     memory = ("--kv-bytes", str(_kv_bytes(options, len(names))))
+    adapters = ("--adapters", ",".join(options.adapters)) if options.adapters else ()
     return [
         Spec(
             name=name,
             module=module,
-            arguments=("--id", _id(options, name), "--threads", str(len(share)), *common, *memory),
+            arguments=("--id", _id(options, name), "--threads", str(len(share)), *common, *memory, *adapters),
             environment=own,
             # With a quota any core may run them: other containers of the machine would choose the same ones.
             cores=share if at_once == len(cores) else (),

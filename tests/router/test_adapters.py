@@ -1,0 +1,162 @@
+"""Requests with an adapter go to workers that have it, in the revision that it had when the request was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.router.recovery.restore import make_request_restorer
+from decant.router.request.valid_request import ValidRequest
+from decant.router.text.served_model import Models
+from decant.router.timings import RouterTimings, WorkerTimings
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import NotFound
+from decant.state.store import Store
+from tests.router.factories import context_length, tiny, valid
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
+from tests.router.harness import D2, P2, Core, D, P, core, make_request, read_stored, tokens_of, until
+from tests.router.service_harness import all_of, error_of_call, generate_request, harness
+
+PROMPT = [1, 2, 3]
+OLD, NEW = (wire.Adapter(name="pirate", digest=digest, rank=8) for digest in ("old", "new"))
+POET = wire.Adapter(name="poet", digest="poet's", rank=4)
+
+
+def adapted(id: str = "r", adapter: wire.Adapter = OLD) -> ValidRequest:
+    made = make_request(id)
+    made.engine_request.adapter = adapter.digest
+    made.payload.lora_name = adapter.name
+    return made
+
+
+def give(worker: FakeWorker, *adapters: wire.Adapter) -> None:
+    del worker.registration.adapters[:]
+    worker.registration.adapters.extend(adapters)
+
+
+def listed(harness: Core) -> dict[str, str]:
+    return {name: adapter.digest for name, adapter in harness.requests.adapters("m").items()}
+
+
+async def test_only_workers_with_the_adapter_get_its_requests(store: Store) -> None:
+    async with fleet(P, P2, D, D2) as workers:
+        give(workers[1], OLD, POET)
+        give(workers[2], OLD)
+        async with core(store, workers) as harness:
+            for number in range(4):
+                stream = await harness.answer(adapted(str(number)))
+                assert tokens_of(stream) == answer(PROMPT, 5)
+                assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p2", "d")
+                assert {start.engine_request.adapter for start in workers[2].starts} == {"old"}
+
+
+async def test_without_a_decode_worker_that_has_it_a_prefill_worker_computes_it_all(store: Store) -> None:
+    async with fleet(P, D) as workers:
+        give(workers[0], OLD)
+        async with core(store, workers) as harness:
+            stream = await harness.answer(adapted())
+            assert tokens_of(stream) == answer(PROMPT, 5)
+            assert not workers[1].starts
+
+
+async def test_a_lost_worker_is_replaced_by_another_one_with_the_adapter(store: Store) -> None:
+    async with fleet(D, D2, ("d3", wire.ROLE_DECODE)) as workers:
+        for worker in workers[:2]:
+            give(worker, OLD)
+            worker.script.fails_at = [2]
+        give(workers[2], NEW)
+        async with core(store, workers) as harness:
+            assert tokens_of(await harness.answer(adapted())) == answer(PROMPT, 5)
+            assert not workers[2].starts, "it has another revision"
+
+
+async def test_a_worker_that_has_it_no_more_refuses_and_another_one_is_tried(store: Store) -> None:
+    async with fleet(D, D2) as workers:
+        for worker in workers:
+            give(worker, OLD)
+        async with core(store, workers) as harness:
+            workers[0].script.refuse = [wire.CAUSE_UNKNOWN_ADAPTER] * 100
+            for number in range(3):
+                stream = await harness.answer(adapted(str(number)))
+                assert (tokens_of(stream), stream.trace.decode_worker) == (answer(PROMPT, 5), "d2")
+            assert not any(seen.is_avoided for seen in harness.router.pool.snapshot("m", frozenset()))
+
+
+async def test_a_request_whose_adapter_was_removed_ends_with_a_typed_error(store: Store) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=0.01))
+    async with fleet(D) as workers:
+        give(workers[0], POET)
+        async with core(store, workers, timings=timings) as harness:
+            stream = await harness.answer(adapted())
+            assert isinstance(stream.end, NotFound)
+            assert str(stream.end) == "adapter: one of poet, got pirate"
+
+
+async def test_a_name_stands_for_the_revision_that_most_workers_have(store: Store) -> None:
+    async with fleet(P, D, D2) as workers:
+        for worker, adapter in zip(workers, (OLD, NEW, NEW), strict=True):
+            give(worker, adapter)
+        async with core(store, workers) as harness:
+            assert listed(harness) == {"pirate": "new"}
+
+
+async def test_a_router_learns_which_adapters_a_worker_has_now(store: Store) -> None:
+    async with fleet(D) as workers:
+        give(workers[0], OLD)
+        async with core(store, workers) as harness:
+            assert listed(harness) == {"pirate": "old"}
+            give(workers[0], NEW, POET)
+            await store.workers.register(workers[0].registration)
+            await until(lambda: listed(harness) == {"pirate": "new", "poet": "poet's"})
+
+
+async def test_a_restored_request_keeps_the_revision_that_it_was_accepted_with(store: Store) -> None:
+    request = await valid(lora_name="pirate", request_id="r", token_ids=pb.TokenIds(ids=PROMPT))
+    request.engine_request.model, request.engine_request.adapter = "m", "old"
+    async with fleet(D) as workers:
+        give(workers[0], OLD)
+        async with core(store, workers) as harness:
+            await harness.answer(replace(request, prompt_tokens=len(PROMPT)))
+            stored = await read_stored(store, harness)
+    stored.record.model = tiny().id
+    restored = await make_request_restorer(Models([tiny()]), context_length(2048))(stored)
+    assert restored.engine_request.adapter == "old"
+
+
+@pytest.mark.parametrize(
+    ("fields", "digest"),
+    [({"lora_name": "pirate"}, "old"), ({"model": "pirate"}, "old"), ({"model": "poet"}, "poet's"), ({}, "")],
+)
+async def test_an_adapter_is_named_beside_its_model_or_as_one(fields: dict[str, str], digest: str) -> None:
+    async with harness() as service:
+        service.requests.known_adapters = [OLD, POET]
+        call = service.stub.GenerateStream(generate_request(**fields))
+        stream = await service.requests.streams.get()
+        assert stream.request.engine_request.adapter == digest
+        assert stream.request.engine_request.model == tiny().id
+        call.cancel()
+
+
+@pytest.mark.parametrize("adapters", [(), (OLD, POET)])
+async def test_an_unknown_adapter_is_refused_with_those_that_there_are(adapters: Sequence[wire.Adapter]) -> None:
+    async with harness() as service:
+        service.requests.known_adapters = list(adapters)
+        error = await error_of_call(all_of(service.stub.GenerateStream(generate_request(lora_name="absent"))))
+        assert isinstance(error, NotFound)
+        assert error.reason is Reason.MODEL_NOT_FOUND
+        assert str(error) == f"adapter: {'one of pirate, poet' if adapters else 'not found'}, got absent"
+
+
+async def test_models_are_listed_with_their_adapters() -> None:
+    async with harness() as service:
+        service.requests.known_adapters = [OLD, POET]
+        (model,) = (await service.stub.ListModels(pb.ListModelsRequest())).models
+        assert [(each.name, each.revision, each.rank) for each in model.adapters] == [
+            ("pirate", "old", 8),
+            ("poet", "poet's", 4),
+        ]
