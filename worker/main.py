@@ -45,11 +45,12 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker import adapters
+from decant.worker.administration import AdminService
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.health_trial import HealthTrial
 from decant.worker.prefill.service import PrefillService
-from decant.worker.report.audit import AuditService
+from decant.worker.report.audit import Auditor
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup.deferred_service import DeferredService
@@ -160,7 +161,7 @@ class Worker:
         """Return services that stay open in a drain: a prompt is answered with Refused, and routers may reconnect."""
         descriptors = wire.DESCRIPTOR.services_by_name
         return [
-            Service(descriptors[name], service.add_to, is_administrative=name == "Audit")
+            Service(descriptors[name], service.add_to, is_administrative=name == "Admin")
             for name, service in self._deferred.items()
         ]
 
@@ -181,7 +182,10 @@ class Worker:
         await _warm_up_engine(host)
         prefill, decode = await self._open(host)
         server.shutdown.ends_process = False
-        self._parts = _Parts(host, prefill, decode, await self._register(host, files))
+        registrar = await self._register(host, files)
+        self._parts = _Parts(host, prefill, decode, registrar)
+        admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar.renew_now)
+        self._deferred["Admin"].attach(partial(services.add_AdminServicer_to_server, admin))
 
     async def _make_host(
         self,
@@ -216,11 +220,9 @@ class Worker:
             trial = HealthTrial(host, self.readiness.mark_failed, seconds)
             health = BackgroundTask("health trial", trial.run, self._part_failed)
             await self._stack.enter_async_context(health)
-        audit = AuditService(host, prefill, decode)
         self._deferred["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
         self._deferred["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
         self._deferred["KvSource"].attach(KvSourceService(host.sender).add_to)
-        self._deferred["Audit"].attach(partial(services.add_AuditServicer_to_server, audit))
         return prefill, decode
 
     async def _register(self, host: EngineHost, files: ModelFiles) -> Registrar:

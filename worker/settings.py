@@ -101,8 +101,8 @@ class WorkerSettings(MemberSettings):
     admin_name: str | None = Field(
         default=None,
         min_length=1,
-        description="name in the certificates of administrators, who then alone may audit this worker, and do nothing "
-        "else; unset: every peer may",
+        description="name in the certificates of administrators, who then alone may audit, drain or move this worker, "
+        "and do nothing else; unset: every peer may",
     )
     allow_unauthenticated_peers: bool = Field(
         default=False,

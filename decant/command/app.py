@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
+from decant.client.channel import Tls
 from decant.command import options as opt
 from decant.command.bench.benchmark import bench
 from decant.command.deployment import deployments
@@ -146,14 +147,47 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import audit as auditing
 
     with one_line_errors():
-        tls = opt.tls_from(ctx.params)
-        if redis_url is None:
-            deployment = Waiting("--redis-url", wait).deployment()
-            redis_url, tls = deployment.redis_url, tls or deployment.peer_tls
-        elif tls is None and (record := deployments.with_redis(redis_url)) is not None:
-            tls = record.peer_tls
-        if not auditing.run(redis_url, tls, as_json=as_json):
+        if not auditing.run(*_workers_of(ctx.params), as_json=as_json):
             raise SystemExit(1)
+
+
+@app.command()
+def drain(  # noqa: PLR0913 - a command's options are its parameters
+    ctx: typer.Context,
+    worker: opt.WorkerId,
+    undo: opt.Undo = False,
+    timeout: opt.DrainTimeout = 60.0,
+    redis_url: opt.RedisUrl = None,
+    wait: opt.Wait = 0.0,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
+) -> None:
+    """Take a worker out of service, and wait until its sequences have moved to others or ended.
+
+    The worker takes no more runs and its process runs on: end it then, or put it back with --undo. It may be repeated.
+    Ends with 1 if runs are left after --timeout; the worker remains drained.
+    """
+    from decant.command import drain as draining
+
+    with one_line_errors():
+        redis, tls = _workers_of(ctx.params)
+        if undo:
+            draining.undo(redis, tls, worker)
+        else:
+            draining.drain(redis, tls, worker, timeout)
+
+
+def _workers_of(params: dict[str, Any]) -> tuple[str, Tls | None]:
+    """Redis that lists the workers, and TLS to call them: of the deployment on this machine, or as given."""
+    tls, redis_url = opt.tls_from(params), params["redis_url"]
+    if redis_url is None:
+        deployment = Waiting("--redis-url", params["wait"]).deployment()
+        return deployment.redis_url, tls or deployment.peer_tls
+    if tls is None and (record := deployments.with_redis(redis_url)) is not None:
+        tls = record.peer_tls
+    return redis_url, tls
 
 
 @app.command()

@@ -2,28 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from decant.client.channel import Tls
-from decant.client.routers import typed_errors
 from decant.command import status
 from decant.command.errors import CommandFailed
+from decant.command.worker_calls import CALL_SECONDS, connector_of, stub_of
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.protos.worker_pb2_grpc import AuditStub
 from decant.runtime.connections.channel import Connector
-from decant.runtime.connections.tls import PeerTls
 from decant.runtime.enum_names import enum_label
 from decant.runtime.errors import ServiceError
-from decant.runtime.settings import SettingError, flag_name
-
-CALL_SECONDS = 30.0
-"""A worker answers between two steps."""
 
 
 class Audited:
@@ -44,7 +36,7 @@ class Audited:
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
     """Print the audit of each worker; return whether all answered and every block has an owner."""
-    connector = _connector(tls)
+    connector = connector_of(tls)
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)
@@ -77,30 +69,10 @@ async def _audit_all(workers: list[WorkerRegistration], connector: Connector) ->
 
 async def _audit_worker(worker: WorkerRegistration, connector: Connector) -> Audited:
     try:
-        async with connector.open(worker.address) as channel:
-            with typed_errors():
-                return Audited(worker.peer.id, await _audit(channel))
+        async with stub_of(worker, connector) as stub:
+            return Audited(worker.peer.id, await stub.Audit(wire.AuditRequest(), timeout=CALL_SECONDS))
     except ServiceError as error:
         return Audited(worker.peer.id, None, f"{worker.address}: {error}")
-
-
-async def _audit(channel: grpc.aio.Channel) -> wire.AuditResponse:
-    answer: wire.AuditResponse = await AuditStub(channel).Audit(wire.AuditRequest(), timeout=CALL_SECONDS)
-    return answer
-
-
-def _connector(tls: Tls | None) -> Connector:
-    if tls is None:
-        return Connector(PeerTls())
-    if tls.ca is None:
-        raise CommandFailed("--certificate and --server-name need --ca", status=2)
-    files = {"peer_ca": tls.ca, "peer_certificate": tls.certificate, "peer_key": tls.key}
-    paths = {name: Path(file) for name, file in files.items() if file is not None}
-    try:
-        return Connector(PeerTls(peer_name=tls.name, **paths))
-    except SettingError as error:
-        flag = flag_name(error.field.removeprefix("peer_"))
-        raise CommandFailed(f"{flag}: {error.limit}, got {error.value}", status=2) from None
 
 
 def _document(one: Audited) -> dict[str, Any]:

@@ -76,6 +76,11 @@ WaitForStart = Annotated[
 # status
 Watch = Annotated[bool, Option("--watch", help="Refresh every second, until Ctrl-C.")]
 
+# drain
+WorkerId = Annotated[str, Argument(metavar="WORKER", help="Id of the worker, as `decant status` shows it.")]
+Undo = Annotated[bool, Option("--undo", help="Put a drained worker back into service.")]
+DrainTimeout = Annotated[float, Option(min=0, help="Seconds to wait for the end of the worker's runs; 0: none.")]
+
 # top
 AdminAddresses = Annotated[
     list[str] | None,

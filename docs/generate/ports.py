@@ -23,8 +23,8 @@ OTHERS = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection
 def render() -> str:
     kinds = (
         ("router", RouterSettings, (inference_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR), "clients, gateways"),
-        ("prefill worker", PrefillSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, `decant audit`"),
-        ("decode worker", DecodeSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, `decant audit`"),
+        ("prefill worker", PrefillSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, administrators"),
+        ("decode worker", DecodeSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, administrators"),
     )
     rows = [
         (name, code("--port"), code(settings.model_fields["port"].default), f"gRPC: {_services(*files)}", callers)

@@ -3,65 +3,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from concurrent import futures
 
-import grpc
 import pytest
-from typer.testing import CliRunner, Result
 
-from decant.command.app import app
 from decant.protos import worker_pb2 as wire
-from decant.protos import worker_pb2_grpc
 from decant.protos.state_pb2 import RouterRegistration, UnusedWorker, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
 from decant.state.private_redis import PrivateRedis
+from tests.decant.fake_workers import FakeAdmin, register, run, serving_admin
 from tests.state.factories import make_store
-
-WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned_blocks=2, leased_blocks=1, sessions=1)
-
-
-class Worker(worker_pb2_grpc.AuditServicer):
-    def __init__(self) -> None:
-        self.answer = WELL
-
-    def Audit(self, request: object, context: object) -> wire.AuditResponse:  # noqa: N802
-        return self.answer
 
 
 @pytest.fixture
-def worker() -> Iterator[tuple[Worker, str]]:
-    servicer = Worker()
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    worker_pb2_grpc.add_AuditServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    server.stop(None).wait()
+def worker() -> Iterator[tuple[FakeAdmin, str]]:
+    with serving_admin() as served:
+        yield served
 
 
 @pytest.fixture
 def redis() -> Iterator[str]:
     with PrivateRedis() as redis:
         yield redis.url
-
-
-def register(url: str, address: str, id: str = "decode-1") -> None:
-    async def write() -> None:
-        async with make_store(url, registration_s=600.0) as store:
-            registration = WorkerRegistration(peer=new_peer(id), address=address, role=wire.ROLE_DECODE, model="m")
-            await store.workers.register(
-                registration, wire.Load(total_blocks=10, free_blocks=4, running=2, queued_tokens=55)
-            )
-            load = wire.Load(running=3, waiting=1)
-            await store.routers.register(
-                RouterRegistration(peer=new_peer("router-1"), address="h:1", version="1"), load
-            )
-
-    asyncio.run(write())
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
 def test_status_shows_processes_and_their_load(redis: str) -> None:
@@ -121,7 +83,7 @@ def test_status_is_shown_again_every_second_until_it_is_interrupted(
     assert [json.loads(line)["workers"][0]["state"] for line in done.stdout.splitlines()] == ["ready"] * 3
 
 
-def test_a_consistent_audit_succeeds(redis: str, worker: tuple[Worker, str]) -> None:
+def test_a_consistent_audit_succeeds(redis: str, worker: tuple[FakeAdmin, str]) -> None:
     register(redis, worker[1])
     done = run("audit", "--redis-url", redis)
     assert done.exit_code == 0
@@ -139,7 +101,7 @@ def test_a_consistent_audit_succeeds(redis: str, worker: tuple[Worker, str]) -> 
     ],
 )
 def test_an_inconsistent_audit_exits_with_1(
-    redis: str, worker: tuple[Worker, str], answer: wire.AuditResponse, message: str
+    redis: str, worker: tuple[FakeAdmin, str], answer: wire.AuditResponse, message: str
 ) -> None:
     worker[0].answer = answer
     register(redis, worker[1])
@@ -148,7 +110,7 @@ def test_an_inconsistent_audit_exits_with_1(
     assert message in done.stdout
 
 
-def test_a_worker_that_does_not_answer_fails_the_audit(redis: str, worker: tuple[Worker, str]) -> None:
+def test_a_worker_that_does_not_answer_fails_the_audit(redis: str, worker: tuple[FakeAdmin, str]) -> None:
     register(redis, worker[1])
     register(redis, "127.0.0.1:1", "decode-2")
     done = run("audit", "--redis-url", redis, "--json")

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from decant import Client
 from decant.protos.worker_pb2 import AuditRequest
-from decant.protos.worker_pb2_grpc import AuditStub
+from decant.protos.worker_pb2_grpc import AdminStub
 from decant.runtime.connections import certificates
 from tests.decant.supervisor_harness import Up, nothing_left, up
 
@@ -134,7 +134,7 @@ def test_a_caller_without_the_credentials_of_the_run_gets_nothing_from_a_worker(
         assert running.until(name, "serving")["tls"] == "mutual"
         with grpc.insecure_channel(running.until(name, "serving")["address"]) as channel:
             with pytest.raises(grpc.RpcError) as caught:
-                AuditStub(channel).Audit(AuditRequest(), timeout=PATIENCE_S)
+                AdminStub(channel).Audit(AuditRequest(), timeout=PATIENCE_S)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     strange = certificates.make(folder / "strange")
     files = ("--ca", str(strange.ca), "--certificate", str(strange.certificate), "--key", str(strange.key))

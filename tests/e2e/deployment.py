@@ -137,7 +137,7 @@ class Worker:
 
     def audit(self) -> worker_pb2.AuditResponse:
         with grpc.insecure_channel(self.address) as channel:
-            stub = worker_pb2_grpc.AuditStub(channel)
+            stub = worker_pb2_grpc.AdminStub(channel)
             answer: worker_pb2.AuditResponse = stub.Audit(worker_pb2.AuditRequest(), timeout=PATIENCE_S)
             return answer
 

@@ -42,7 +42,7 @@ def test_a_client_generated_from_the_proto_alone_works(pair: Deployment, tmp_pat
 
 
 def test_reflection_and_health_answer_on_every_process(pair: Deployment) -> None:
-    inside = {"Prefill", "Decode", "KvSource", "Audit"}
+    inside = {"Prefill", "Decode", "KvSource", "Admin"}
     served = {pair.address: {"decant.v1.InferenceService"}}
     served |= {worker.address: {f"decant.internal.v1.{name}" for name in inside} for worker in pair.workers}
     for address, names in served.items():

@@ -17,6 +17,7 @@ from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
 from decant.router.request.output import Finish
 from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
@@ -28,7 +29,7 @@ from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, jump, make_request, until, until_ended, until_written
 from tests.worker.harness import MODEL, WorkerHarness, registered, run_alone, tokens, worker
-from tests.worker.waiting import expire, expire_orphans
+from tests.worker.waiting import PATIENCE, expire, expire_orphans
 
 PROMPT = 21
 WANTED = 60
@@ -177,6 +178,23 @@ async def test_without_a_target_a_run_ends_on_the_draining_worker(store: Store) 
         harness.drain("d")
         await checked(stream, expected)
         assert harness.at(stream) == "d"
+
+
+async def test_a_worker_that_an_administrator_drained_takes_runs_again_once_it_is_put_back(store: Store) -> None:
+    async with moving(store) as harness:
+        stream, expected = await harness.begin(1, wanted=200)
+        await until_written(stream, 3)
+        first = harness.at(stream)
+        peer, admin = harness.workers[first].host.peer, services.AdminStub(harness.workers[first].channel)
+        async with asyncio.timeout(PATIENCE):
+            while (await admin.Drain(wire.DrainRequest(worker=peer))).runs:  # noqa: ASYNC110 - as the command does
+                await asyncio.sleep(0.02)
+        assert (stream.end, harness.at(stream)) == (None, "ed"["de".index(first)])
+        await admin.Undrain(wire.UndrainRequest(worker=peer))
+        harness.drain(harness.at(stream))
+        await harness.hurry_away_from(stream, harness.at(stream))
+        await checked(stream, expected)
+        assert harness.at(stream) == first
 
 
 @pytest.mark.slow

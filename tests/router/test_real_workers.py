@@ -52,7 +52,7 @@ class Deployment:
             if each.incarnation.id == name
         )
         async with grpc.aio.insecure_channel(address) as channel:
-            answer: wire.AuditResponse = await services.AuditStub(channel).Audit(wire.AuditRequest())
+            answer: wire.AuditResponse = await services.AdminStub(channel).Audit(wire.AuditRequest())
             return answer
 
     async def is_clean(self, name: str) -> bool:

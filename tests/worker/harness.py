@@ -29,12 +29,14 @@ from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.packed import pack
 from decant.runtime.protocol import PROTOCOL
+from decant.runtime.serving.health import Readiness
 from decant.runtime.serving.interceptor import ErrorInterceptor
+from decant.worker.administration import AdminService
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
-from decant.worker.report.audit import AuditService
+from decant.worker.report.audit import Auditor
 from tests.engine.guides import tiny_tokenizer
 from tests.router.fake_script import TOKENIZER
 from tests.worker.decode_harness import run_request_alone
@@ -102,14 +104,21 @@ class WorkerHarness:
         self.host = EngineHost(engine, identity, self.transport, limits, tiny_tokenizer.compiler())
         self.prefill = PrefillService(self.host)
         self.decode = DecodeService(self.host, session_limits)
-        self.auditor = AuditService(self.host, self.prefill, self.decode)
+        self.auditor = Auditor(self.host, self.prefill, self.decode)
+        self.readiness = Readiness()
+        self.readiness.mark_ready()
+        self.renewals = 0
+        admin = AdminService(self.host, self.auditor, self.readiness, self._count_renewal)
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
         self.host.steps.subscribe(self._on_step)
         services.add_PrefillServicer_to_server(self.prefill, server)
         services.add_DecodeServicer_to_server(self.decode, server)
         KvSourceService(self.host.sender).add_to(server)
-        services.add_AuditServicer_to_server(self.auditor, server)
+        services.add_AdminServicer_to_server(admin, server)
+
+    def _count_renewal(self) -> None:
+        self.renewals += 1
 
     def _on_step(self, output: StepOutput) -> None:
         events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]

@@ -122,14 +122,14 @@ async def test_administrators_have_a_role_of_their_own_where_the_worker_names_th
     admin = PeerTls(
         peer_ca=ours.ca, peer_certificate=ours.admin_certificate, peer_key=ours.admin_key, peer_name=PEER_NAME
     )
-    audit = wire.DESCRIPTOR.services_by_name["Audit"].methods[0]
+    administrative = wire.DESCRIPTOR.services_by_name["Admin"].methods
     async with worker(ours, name) as (server, _):
         for tls, is_admin in ((peer_tls(ours, ours), False), (admin, True)):
             async with open_channel(server.address, tls) as channel:
                 for method in INTERNAL:
                     error = await call(channel, method)
                     assert error is not None
-                    may = name is None or is_admin == (method is audit)
+                    may = name is None or is_admin == (method in administrative)
                     expected = grpc.StatusCode.UNAVAILABLE if may else grpc.StatusCode.PERMISSION_DENIED
                     assert error.code() is expected, (method.full_name, is_admin, error)
                 assert await call(channel, OTHERS[0]) is None, "health is open to both"

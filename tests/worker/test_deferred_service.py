@@ -34,7 +34,7 @@ async def test_calls_are_refused_until_the_service_arrives_and_answered_from_the
         starting: list[Any] = [
             prefill.Prefill(request),
             services.DecodeStub(channel).Session(iter([wire.RouterMessage()])),
-            services.AuditStub(channel).Audit(wire.AuditRequest()),
+            services.AdminStub(channel).Audit(wire.AuditRequest()),
         ]
         for call in starting:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -45,6 +45,6 @@ async def test_calls_are_refused_until_the_service_arrives_and_answered_from_the
         late["Prefill"].attach(partial(services.add_PrefillServicer_to_server, Prompts()))
         assert [event.first.cached_tokens async for event in prefill.Prefill(request)] == [3]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await services.AuditStub(channel).Audit(wire.AuditRequest())
+            await services.AdminStub(channel).Audit(wire.AuditRequest())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     await server.stop(None)

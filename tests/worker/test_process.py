@@ -138,7 +138,7 @@ def healthy(channel: grpc.Channel, name: str) -> bool:
 
 
 def audit(channel: grpc.Channel) -> wire.AuditResponse:
-    answer: wire.AuditResponse = services.AuditStub(channel).Audit(wire.AuditRequest(), timeout=PATIENCE_S)
+    answer: wire.AuditResponse = services.AdminStub(channel).Audit(wire.AuditRequest(), timeout=PATIENCE_S)
     return answer
 
 
@@ -187,6 +187,8 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
         (event,) = prefill(channel, seen.worker, handoff=False)
         assert event.HasField("first")
         assert seen.free_blocks == seen.total_blocks, "the warm-up left nothing behind"
+        services.AdminStub(channel).Drain(wire.DrainRequest(worker=seen.worker), timeout=PATIENCE_S)
+        assert healthy(channel, "ready"), "the process stays"
     assert worker.terminate() == (0, "")
     assert not await registered(redis)
 

@@ -1,5 +1,5 @@
 """A worker's reports: audit and metrics.
 
-Entry: ``audit.AuditService`` and ``metrics.WorkerMetrics``. Events and state of host and services enter, an answer or
+Entry: ``audit.Auditor`` and ``metrics.WorkerMetrics``. Events and state of host and services enter, an answer or
 a scrape leaves. They own nothing of a run.
 """

@@ -1,0 +1,67 @@
+"""The Admin service: audit, and a drain that keeps the process.
+
+in service --Drain--> drained --Undrain--> in service
+    |                    |
+    '------ SIGTERM -----'--> the process drains and ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from decant.protos import worker_pb2 as wire
+from decant.protos import worker_pb2_grpc as services
+from decant.runtime.connections.peer import same_incarnation
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, FailedPrecondition, Unavailable
+from decant.runtime.serving.health import Readiness, State
+from decant.runtime.telemetry import logs
+from decant.worker.engine_host import EngineHost
+from decant.worker.report.audit import Auditor
+
+_log = logs.get(__name__)
+
+
+class AdminService(services.AdminServicer):
+    """Changes what the host reports to routers; ``renew`` writes it to the directory soon."""
+
+    def __init__(self, host: EngineHost, auditor: Auditor, readiness: Readiness, renew: Callable[[], None]) -> None:
+        self._host = host
+        self._auditor = auditor
+        self._readiness = readiness
+        self._renew = renew
+
+    async def Audit(  # noqa: N802 - the names on the wire
+        self, _: wire.AuditRequest, __: grpc.aio.ServicerContext[wire.AuditRequest, wire.AuditResponse]
+    ) -> wire.AuditResponse:
+        return await self._auditor.audit()
+
+    async def Drain(  # noqa: N802
+        self, request: wire.DrainRequest, _: grpc.aio.ServicerContext[wire.DrainRequest, wire.DrainResponse]
+    ) -> wire.DrainResponse:
+        self._check(request.worker)
+        self._set_draining(True)
+        return wire.DrainResponse(runs=self._auditor.num_runs())
+
+    async def Undrain(  # noqa: N802
+        self, request: wire.UndrainRequest, _: grpc.aio.ServicerContext[wire.UndrainRequest, wire.UndrainResponse]
+    ) -> wire.UndrainResponse:
+        self._check(request.worker)
+        if self._readiness.state is not State.READY:
+            raise Unavailable(Reason.DRAINING, "this worker's process is ending", retry_after=RETRY_ELSEWHERE_SECONDS)
+        self._set_draining(False)
+        return wire.UndrainResponse()
+
+    def _check(self, worker: wire.Peer) -> None:
+        if not same_incarnation(worker, self._host.peer):
+            raise FailedPrecondition(
+                Reason.WRONG_PEER, f"another incarnation of {self._host.peer.id} than {worker.incarnation:x}"
+            )
+
+    def _set_draining(self, is_draining: bool) -> None:
+        if self._host.draining != is_draining:
+            _log.info("drained by an administrator" if is_draining else "put back by an administrator")
+            self._host.draining = is_draining
+            self._renew()
