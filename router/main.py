@@ -239,7 +239,7 @@ class RouterProcess:
         set_queue_metrics(metrics.queues, executions, first, pool, now)
         for model in pool.costs:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
-                workers = [worker for worker in pool.of(model) if worker.registration.role == role]
+                workers = [worker for worker in pool.of(model) if worker.load.role == role]
                 labels = (model, enum_label(wire.Role, role))
                 metrics.known_workers.labels(*labels).set(len(workers))
                 metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))

@@ -1,4 +1,4 @@
-"""The Admin service: audit, and a drain that keeps the process.
+"""The Admin service: audit, a drain that keeps the process, and a change of role.
 
 in service --Drain--> drained --Undrain--> in service
     |                    |
@@ -7,15 +7,16 @@ in service --Drain--> drained --Undrain--> in service
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.connections.peer import same_incarnation
+from decant.runtime.enum_names import enum_label
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, FailedPrecondition, Unavailable
+from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, FailedPrecondition, InvalidArgument, Unavailable
 from decant.runtime.serving.health import Readiness, State
 from decant.runtime.telemetry import logs
 from decant.worker.engine_host import EngineHost
@@ -24,14 +25,19 @@ from decant.worker.report.audit import Auditor
 _log = logs.get(__name__)
 
 
-class AdminService(services.AdminServicer):
-    """Changes what the host reports to routers; ``renew`` writes it to the directory soon."""
+class Registration(Protocol):
+    def renew_now(self) -> None: ...
+    def set_role(self, role: wire.Role) -> None: ...
 
-    def __init__(self, host: EngineHost, auditor: Auditor, readiness: Readiness, renew: Callable[[], None]) -> None:
+
+class AdminService(services.AdminServicer):
+    """Changes what the host reports to routers, and the worker's registration with it."""
+
+    def __init__(self, host: EngineHost, auditor: Auditor, readiness: Readiness, registration: Registration) -> None:
         self._host = host
         self._auditor = auditor
         self._readiness = readiness
-        self._renew = renew
+        self._registration = registration
 
     async def Audit(  # noqa: N802 - the names on the wire
         self, _: wire.AuditRequest, __: grpc.aio.ServicerContext[wire.AuditRequest, wire.AuditResponse]
@@ -54,6 +60,20 @@ class AdminService(services.AdminServicer):
         self._set_draining(False)
         return wire.UndrainResponse()
 
+    async def SetRole(  # noqa: N802
+        self, request: wire.SetRoleRequest, _: grpc.aio.ServicerContext[wire.SetRoleRequest, wire.SetRoleResponse]
+    ) -> wire.SetRoleResponse:
+        self._check(request.worker)
+        if request.role not in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
+            raise InvalidArgument("role", "ROLE_PREFILL or ROLE_DECODE", request.role)
+        previous = self._host.role
+        if request.role != previous:
+            names = {"role": enum_label(wire.Role, request.role), "previous": enum_label(wire.Role, previous)}
+            _log.info("role changed by an administrator", **names)
+            self._host.role = request.role
+            self._registration.set_role(request.role)
+        return wire.SetRoleResponse(previous=previous)
+
     def _check(self, worker: wire.Peer) -> None:
         if not same_incarnation(worker, self._host.peer):
             raise FailedPrecondition(
@@ -64,4 +84,4 @@ class AdminService(services.AdminServicer):
         if self._host.draining != is_draining:
             _log.info("drained by an administrator" if is_draining else "put back by an administrator")
             self._host.draining = is_draining
-            self._renew()
+            self._registration.renew_now()

@@ -184,7 +184,7 @@ class Worker:
         server.shutdown.ends_process = False
         registrar = await self._register(host, files)
         self._parts = _Parts(host, prefill, decode, registrar)
-        admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar.renew_now)
+        admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar)
         self._deferred["Admin"].attach(partial(services.add_AdminServicer_to_server, admin))
 
     async def _make_host(

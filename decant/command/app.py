@@ -179,6 +179,29 @@ def drain(  # noqa: PLR0913 - a command's options are its parameters
             draining.drain(redis, tls, worker, timeout)
 
 
+@app.command()
+def move(  # noqa: PLR0913 - a command's options are its parameters
+    ctx: typer.Context,
+    worker: opt.WorkerId,
+    role: opt.NewWorkerRole,
+    redis_url: opt.RedisUrl = None,
+    wait: opt.Wait = 0.0,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
+) -> None:
+    """Move a worker to the other pool, without a restart: what runs there goes on.
+
+    A role is a preference of the routers, which learn the new one within a second. A restart returns the worker to the
+    role in which it was started.
+    """
+    from decant.command.move import move as moving
+
+    with one_line_errors():
+        moving(*_workers_of(ctx.params), worker, role)
+
+
 def _workers_of(params: dict[str, Any]) -> tuple[str, Tls | None]:
     """Redis that lists the workers, and TLS to call them: of the deployment on this machine, or as given."""
     tls, redis_url = opt.tls_from(params), params["redis_url"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -80,6 +81,17 @@ Watch = Annotated[bool, Option("--watch", help="Refresh every second, until Ctrl
 WorkerId = Annotated[str, Argument(metavar="WORKER", help="Id of the worker, as `decant status` shows it.")]
 Undo = Annotated[bool, Option("--undo", help="Put a drained worker back into service.")]
 DrainTimeout = Annotated[float, Option(min=0, help="Seconds to wait for the end of the worker's runs; 0: none.")]
+
+
+# move
+class NewRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+NewWorkerRole = Annotated[
+    NewRole, Option("--role", help="Pool to which the worker belongs from now on.", show_default=False)
+]
 
 # top
 AdminAddresses = Annotated[

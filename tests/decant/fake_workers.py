@@ -15,6 +15,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
+from decant.runtime.enum_names import enum_label
 from tests.state.factories import make_store
 
 WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned_blocks=2, leased_blocks=1, sessions=1)
@@ -38,6 +39,10 @@ class FakeAdmin(worker_pb2_grpc.AdminServicer):
     def Undrain(self, request: wire.UndrainRequest, context: object) -> wire.UndrainResponse:  # noqa: N802
         self.calls.append(f"undrain {request.worker.id}")
         return wire.UndrainResponse()
+
+    def SetRole(self, request: wire.SetRoleRequest, context: object) -> wire.SetRoleResponse:  # noqa: N802
+        self.calls.append(f"{enum_label(wire.Role, request.role)} {request.worker.id}")
+        return wire.SetRoleResponse(previous=wire.ROLE_DECODE)
 
 
 @contextmanager

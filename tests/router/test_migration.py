@@ -198,6 +198,25 @@ async def test_a_worker_that_an_administrator_drained_takes_runs_again_once_it_i
 
 
 @pytest.mark.slow
+async def test_a_change_of_roles_under_load_moves_new_requests_alone(store: Store) -> None:
+    async with moving(store, decode="d", prefill="p") as harness:
+        before = [await harness.begin(number, length=60) for number in range(6)]
+        await until_written(before[0][0], 3)
+        for name, role in (("d", wire.ROLE_PREFILL), ("p", wire.ROLE_DECODE)):
+            there = harness.workers[name]
+            request = wire.SetRoleRequest(worker=there.host.peer, role=role)
+            await services.AdminStub(there.channel).SetRole(request)
+        roles = {"d": wire.ROLE_PREFILL, "p": wire.ROLE_DECODE}
+        pool = harness.core.router.pool
+        await until(lambda: {worker.incarnation.id: worker.load.role for worker in pool.of(MODEL)} == roles)
+        after = [await harness.begin(number, length=60) for number in range(6, 9)]
+        for stream, expected in (*before, *after):
+            await checked(stream, expected)
+        assert {(stream.trace.prefill_worker, harness.at(stream)) for stream, _ in after} == {("d", "p")}
+        assert before[0][0].trace.prefill_worker == "p", "and it was not begun again"
+
+
+@pytest.mark.slow
 async def test_a_run_migrates_twice_when_two_workers_drain_in_turn(store: Store) -> None:
     async with moving(store, decode="def") as harness:
         stream, expected = await harness.begin(1, wanted=200)

@@ -84,6 +84,18 @@ class Device(FakeDevice):
         self.steps.release(1)
 
 
+class FakeRegistration:
+    def __init__(self) -> None:
+        self.renewals = 0
+        self.roles: list[wire.Role] = []
+
+    def renew_now(self) -> None:
+        self.renewals += 1
+
+    def set_role(self, role: wire.Role) -> None:
+        self.roles.append(role)
+
+
 class WorkerHarness:
     def __init__(
         self,
@@ -107,8 +119,8 @@ class WorkerHarness:
         self.auditor = Auditor(self.host, self.prefill, self.decode)
         self.readiness = Readiness()
         self.readiness.mark_ready()
-        self.renewals = 0
-        admin = AdminService(self.host, self.auditor, self.readiness, self._count_renewal)
+        self.registration = FakeRegistration()
+        admin = AdminService(self.host, self.auditor, self.readiness, self.registration)
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
         self.host.steps.subscribe(self._on_step)
@@ -116,9 +128,6 @@ class WorkerHarness:
         services.add_DecodeServicer_to_server(self.decode, server)
         KvSourceService(self.host.sender).add_to(server)
         services.add_AdminServicer_to_server(admin, server)
-
-    def _count_renewal(self) -> None:
-        self.renewals += 1
 
     def _on_step(self, output: StepOutput) -> None:
         events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -8,7 +8,9 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable, from_call
+from decant.runtime.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable, from_call
+from decant.runtime.telemetry.metrics import Registry
+from decant.worker.report.metrics import WorkerMetrics
 from tests.worker.harness import WorkerHarness, make_work, worker
 
 OTHER = wire.Peer(id="p", incarnation=1)
@@ -39,7 +41,9 @@ async def test_a_drained_worker_ends_what_runs_and_refuses_new_runs_until_it_is_
         handed_over = harness.ask(make_work(30), request="t/kept")
         await handed_over.expect("ticket")
         assert [await drain(harness) for _ in range(2)] == [1, 1], "the ticket keeps its prompt"
-        assert (harness.host.load().draining, harness.renewals) == (True, 1), "the second call changes nothing"
+        assert (harness.host.load().draining, harness.registration.renewals) == (True, 1), (
+            "the second call changes nothing"
+        )
         late = await harness.ask(make_work(30), request="t/late").expect("refused")
         assert late.failure.cause == wire.CAUSE_DRAINING
         await handed_over.expect("first")
@@ -48,17 +52,17 @@ async def test_a_drained_worker_ends_what_runs_and_refuses_new_runs_until_it_is_
         assert await drain(harness) == 0
         for _ in range(2):
             await undrain(harness)
-        assert (harness.host.load().draining, harness.renewals) == (False, 2)
+        assert (harness.host.load().draining, harness.registration.renewals) == (False, 2)
         await harness.ask(make_work(30), request="t/after", handoff=False).expect("first")
 
 
-@pytest.mark.parametrize(("method", "request_type"), [("Drain", wire.DrainRequest), ("Undrain", wire.UndrainRequest)])
-async def test_another_incarnation_at_the_address_is_not_changed(method: str, request_type: Any) -> None:
+@pytest.mark.parametrize("method", ["Drain", "Undrain", "SetRole"])
+async def test_another_incarnation_at_the_address_is_not_changed(method: str) -> None:
     async with worker() as harness:
         with pytest.raises(FailedPrecondition, match="another incarnation of p than 1") as caught:
-            await call(harness, method, request_type(worker=OTHER))
+            await call(harness, method, getattr(wire, f"{method}Request")(worker=OTHER))
         assert caught.value.reason is Reason.WRONG_PEER
-        assert not harness.renewals
+        assert (harness.registration.renewals, harness.registration.roles) == (0, [])
 
 
 async def test_a_process_that_ends_is_not_put_back() -> None:
@@ -69,3 +73,30 @@ async def test_a_process_that_ends_is_not_put_back() -> None:
         assert isinstance(caught.value, Unavailable)
         assert caught.value.reason is Reason.DRAINING
         assert await drain(harness) == 0
+
+
+async def test_a_role_is_reported_and_registered_once_it_was_changed() -> None:
+    async with worker(role=wire.ROLE_PREFILL) as harness:
+        for role, previous in ((wire.ROLE_DECODE, wire.ROLE_PREFILL), (wire.ROLE_DECODE, wire.ROLE_DECODE)):
+            request = wire.SetRoleRequest(worker=harness.host.peer, role=role)
+            assert (await call(harness, "SetRole", request)).previous == previous
+        assert harness.host.heartbeat().load.role == (await harness.audit()).role == wire.ROLE_DECODE
+        assert harness.registration.roles == [wire.ROLE_DECODE], "the second call changes nothing"
+
+
+@pytest.mark.parametrize("role", [wire.ROLE_UNSPECIFIED, 7])
+async def test_an_unknown_role_is_refused(role: int) -> None:
+    async with worker() as harness:
+        with pytest.raises(InvalidArgument, match="role: ROLE_PREFILL or ROLE_DECODE"):
+            await call(harness, "SetRole", wire.SetRoleRequest(worker=harness.host.peer, role=cast(wire.Role, role)))
+
+
+async def test_the_metric_of_the_role_follows_it() -> None:
+    async with worker(role=wire.ROLE_PREFILL) as harness:
+        registry = Registry(process=False)
+        WorkerMetrics(registry, harness.host)
+        assert b'decant_worker_info{model="m",role="prefill"} 1.0' in registry.text()
+        harness.host.role = wire.ROLE_DECODE
+        text = registry.text()
+        assert b'role="decode"} 1.0' in text
+        assert b'role="prefill"' not in text

@@ -9,7 +9,7 @@ import redis as sync_redis
 from structlog.testing import capture_logs
 
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.protos.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, Load, Peer
 from decant.runtime.background import RestartPolicy
 from decant.runtime.backoff import Backoff
 from decant.runtime.protocol import PROTOCOL
@@ -74,6 +74,22 @@ async def test_an_important_change_is_registered_at_once(store: Store) -> None:
         harness.load = Load(running=2, draining=True)
         harness.registrar.renew_now()
         assert (await present(store, 2)).load.draining
+
+
+async def test_a_changed_role_is_registered_at_once_and_again_in_an_emptied_redis(
+    server: PrivateRedis, store: Store
+) -> None:
+    harness = Harness(store)
+    harness.registrar._every_s = 3600
+    async with harness.registrar:
+        harness.load = Load(running=2)
+        harness.registrar.set_role(ROLE_PREFILL)
+        assert (await present(store, 2)).registration.role == ROLE_PREFILL
+        with sync_redis.Redis.from_url(server.url) as bare:
+            bare.flushall()
+        harness.load = Load(running=3)
+        harness.registrar.renew_now()
+        assert (await present(store, 3)).registration.role == ROLE_PREFILL
 
 
 async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:

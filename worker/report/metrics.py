@@ -20,7 +20,7 @@ class WorkerMetrics:
         host.steps.subscribe(self._on_step)
         host.receiver.fetches.subscribe(self._on_fetch)
         host.receiver.fetch_ends.subscribe(self._on_fetch_end)
-        metrics.info.labels(host.model, enum_label(wire.Role, host.role)).set(1)
+        registry.before_scrape(self._set_info)
         metrics.queued_tokens.set_function(lambda: host.load().queued_tokens)
         metrics.leases.set_function(lambda: len(host.sender.leases.all()))
         metrics.running.set_function(lambda: host.load().running)
@@ -34,6 +34,10 @@ class WorkerMetrics:
         preemptions = self._host.last_load.preemptions
         self._metrics.preemptions.inc(preemptions - self._preemptions)
         self._preemptions = preemptions
+
+    def _set_info(self) -> None:
+        self._metrics.info.clear()  # an administrator may have changed the role
+        self._metrics.info.labels(self._host.model, enum_label(wire.Role, self._host.role)).set(1)
 
     def _on_step(self, output: StepOutput) -> None:
         if output.tokens:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.protos.worker_pb2 import Load
+from decant.protos.worker_pb2 import Load, Role
 from decant.runtime.background import BackgroundTask, RestartPolicy, run_restarting
 from decant.runtime.telemetry import logs
 from decant.state.directory import RegistrationHandle, Workers
@@ -64,6 +64,11 @@ class Registrar:
 
     def renew_now(self) -> None:
         self._renewal_requested.set()
+
+    def set_role(self, role: Role) -> None:
+        """Register the role soon, and again whenever the registration was lost."""
+        self._registration.role = role  # the handle, if there is one, has the same message
+        self.renew_now()
 
     async def _renew_always(self) -> None:
         while True:

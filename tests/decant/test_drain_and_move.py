@@ -64,3 +64,16 @@ def test_a_worker_that_does_not_answer_is_one_line(redis: str, worker: FakeAdmin
     assert done.exit_code == 1
     assert done.stderr.startswith("decant: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("role", "message"), [("prefill", "it was one of decode"), ("decode", "as it was before")])
+def test_a_worker_moves_to_the_other_pool(redis: str, worker: FakeAdmin, role: str, message: str) -> None:
+    done = run("move", "decode-1", "--role", role, "--redis-url", redis)
+    assert (done.exit_code, worker.calls) == (0, [f"{role} decode-1"])
+    assert done.stdout == f"decode-1 is in the pool of {role} now, {message}\n"
+
+
+def test_a_pool_that_does_not_exist_is_refused(redis: str, worker: FakeAdmin) -> None:
+    assert run("move", "decode-1", "--role", "both", "--redis-url", redis).exit_code == 2
+    assert run("move", "decode-1", "--redis-url", redis).exit_code == 2
+    assert worker.calls == []
