@@ -110,6 +110,8 @@ class EngineLoop:
         """Steps that computed tokens, ever."""
         self.busy_seconds = 0.0
         """Seconds of these steps, with what the thread does between them."""
+        self.busy_tokens = 0
+        """Tokens that these steps computed."""
         self._stalled = False  # the last step had nothing that it could do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -203,6 +205,7 @@ class EngineLoop:
                 if output.num_tokens:
                     self.busy_steps += 1
                     self.busy_seconds += time.monotonic() - woke
+                    self.busy_tokens += output.num_tokens
         except Exception as error:  # noqa: BLE001 - every pending caller must be answered
             stopped = EngineStopped(f"the engine crashed: {type(error).__name__}: {error}")
             stopped.__cause__ = error

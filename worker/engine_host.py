@@ -183,6 +183,7 @@ class EngineHost:
             role=self.role,
             busy_steps=self.loop.busy_steps,
             busy_us=round(self.loop.busy_seconds * 1e6),
+            busy_tokens=self.loop.busy_tokens,
         )
 
     def step_heartbeat(self) -> wire.Heartbeat:

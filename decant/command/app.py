@@ -202,6 +202,21 @@ def move(  # noqa: PLR0913 - a command's options are its parameters
         moving(*_workers_of(ctx.params), worker, role)
 
 
+@app.command()
+def scale_advice(
+    redis_url: opt.RedisUrl = None, wait: opt.Wait = 0.0, seconds: opt.AdviceSeconds = 5.0, as_json: opt.Json = False
+) -> None:
+    """Say how many workers each pool lacks or can spare, by its load of some seconds.
+
+    One line for each model. It changes nothing.
+    """
+    from decant.command import scale_advice as advising
+
+    with one_line_errors():
+        redis_url = redis_url or Waiting("--redis-url", wait).deployment().redis_url
+        advising.run(redis_url, seconds, as_json=as_json)
+
+
 def _workers_of(params: dict[str, Any]) -> tuple[str, Tls | None]:
     """Redis that lists the workers, and TLS to call them: of the deployment on this machine, or as given."""
     tls, redis_url = opt.tls_from(params), params["redis_url"]

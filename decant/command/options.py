@@ -93,6 +93,9 @@ NewWorkerRole = Annotated[
     NewRole, Option("--role", help="Pool to which the worker belongs from now on.", show_default=False)
 ]
 
+# scale-advice
+AdviceSeconds = Annotated[float, Option(min=1, help="Seconds of load to look at.")]
+
 # top
 AdminAddresses = Annotated[
     list[str] | None,

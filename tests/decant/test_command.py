@@ -317,7 +317,7 @@ def test_installed_plain_it_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_every_command_explains_itself() -> None:
-    for name in ("generate", "status", "audit", "drain", "move", "up", "demo"):
+    for name in ("generate", "status", "audit", "drain", "move", "scale-advice", "up", "demo"):
         done = run(name, "--help")
         assert done.exit_code == 0
         assert name in done.stdout
