@@ -42,6 +42,7 @@ from decant.router.timings import RouterTimings
 from decant.router.vllm.engine_info import EngineInfoSource
 from decant.router.vllm.service import VllmEngineService
 from decant.router.workers.pool import WorkerPool
+from decant.router.workers.pool_balancer import PoolBalancer
 from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.enum_names import enum_label, enum_labels
@@ -198,6 +199,8 @@ class RouterProcess:
         await self._run("takeover", takeover.run)
         await self._run("open entries", entries.run)
         await self._run("result memory", results.run)
+        if self._settings.balance_pools:
+            await self._run("pool balancer", PoolBalancer(self.pool, self._store.pool_moves, incarnation).run)
         try:
             async with asyncio.timeout(timings.settle_s):
                 await self.pool.membership.wait_settled()

@@ -67,6 +67,11 @@ class RouterSettings(MemberSettings):
         description="priorities of llm-d's objectives as NAME=PRIORITY, such as critical=100; for calls of VllmEngine "
         "with the metadata x-llm-d-inference-objective",
     )
+    balance_pools: bool = Field(
+        default=False,
+        description="move workers between the pools of prefill and decode, as the load demands; one at a time of all "
+        "routers, whose workers need no restart",
+    )
     serve_without_redis: bool = Field(
         default=True,
         description="accept new requests while Redis is unavailable; they cannot be resumed on another router",

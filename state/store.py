@@ -11,6 +11,7 @@ from decant.state.connections import ConnectionAges
 from decant.state.directory import Directory, Routers, Workers
 from decant.state.keys import Ttls
 from decant.state.open_requests import OpenRequests
+from decant.state.pool_moves import PoolMoves
 from decant.state.quota import Quotas
 from decant.state.requests import Requests
 from decant.state.store_instance import StoreInstance
@@ -68,6 +69,7 @@ class Store:
         self.routers: Routers = Directory(self._directory, "routers", RouterRegistration, ttls)
         self.instance = StoreInstance(self._directory, ttls)
         self.quotas = Quotas(self._directory, ttls)
+        self.pool_moves = PoolMoves(self._directory)
         self.open = OpenRequests(self._client, ttls)
         self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
         self.results = self.requests.results

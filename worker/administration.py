@@ -7,14 +7,13 @@ in service --Drain--> drained --Undrain--> in service
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.connections.peer import same_incarnation
-from decant.runtime.enum_names import enum_label
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, FailedPrecondition, InvalidArgument, Unavailable
 from decant.runtime.serving.health import Readiness, State
@@ -25,19 +24,14 @@ from decant.worker.report.audit import Auditor
 _log = logs.get(__name__)
 
 
-class Registration(Protocol):
-    def renew_now(self) -> None: ...
-    def set_role(self, role: wire.Role) -> None: ...
-
-
 class AdminService(services.AdminServicer):
-    """Changes what the host reports to routers, and the worker's registration with it."""
+    """Changes what the host reports to routers; ``renew`` writes it to the directory soon."""
 
-    def __init__(self, host: EngineHost, auditor: Auditor, readiness: Readiness, registration: Registration) -> None:
+    def __init__(self, host: EngineHost, auditor: Auditor, readiness: Readiness, renew: Callable[[], None]) -> None:
         self._host = host
         self._auditor = auditor
         self._readiness = readiness
-        self._registration = registration
+        self._renew = renew
 
     async def Audit(  # noqa: N802 - the names on the wire
         self, _: wire.AuditRequest, __: grpc.aio.ServicerContext[wire.AuditRequest, wire.AuditResponse]
@@ -67,11 +61,7 @@ class AdminService(services.AdminServicer):
         if request.role not in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
             raise InvalidArgument("role", "ROLE_PREFILL or ROLE_DECODE", request.role)
         previous = self._host.role
-        if request.role != previous:
-            names = {"role": enum_label(wire.Role, request.role), "previous": enum_label(wire.Role, previous)}
-            _log.info("role changed by an administrator", **names)
-            self._host.role = request.role
-            self._registration.set_role(request.role)
+        self._host.set_role(request.role)
         return wire.SetRoleResponse(previous=previous)
 
     def _check(self, worker: wire.Peer) -> None:
@@ -84,4 +74,4 @@ class AdminService(services.AdminServicer):
         if self._host.draining != is_draining:
             _log.info("drained by an administrator" if is_draining else "put back by an administrator")
             self._host.draining = is_draining
-            self._registration.renew_now()
+            self._renew()

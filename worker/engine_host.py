@@ -26,10 +26,14 @@ from decant.handoff.transport import Transport
 from decant.protos import worker_pb2 as wire
 from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.enum_names import enum_label
 from decant.runtime.event_source import EventSource
+from decant.runtime.telemetry import logs
 from decant.worker.epochs import Epochs
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
 from decant.worker.settings import MAX_WAITING
+
+_log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class EngineHost:
         self.epochs = Epochs()
         self.cache = PrefixCacheFeed()
         self.draining = False
+        self.role_changes = EventSource[wire.Role]()
         self._queues: list[WaitingQueue] = []
         self._step = 0
         self.steps.subscribe(self._on_step)
@@ -128,6 +133,13 @@ class EngineHost:
             await self._sampling.close()
         finally:
             await self.loop.stop()
+
+    def set_role(self, role: wire.Role) -> None:
+        if role != self.role:
+            names = {"role": enum_label(wire.Role, role), "previous": enum_label(wire.Role, self.role)}
+            _log.info("role changed", **names)
+            self.role = role
+            self.role_changes.publish(role)
 
     async def prepare(self, request: Request) -> None:
         """Compile what a request needs before the engine gets it, in a thread. Raises InvalidRequest."""

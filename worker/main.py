@@ -184,7 +184,7 @@ class Worker:
         server.shutdown.ends_process = False
         registrar = await self._register(host, files)
         self._parts = _Parts(host, prefill, decode, registrar)
-        admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar)
+        admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar.renew_now)
         self._deferred["Admin"].attach(partial(services.add_AdminServicer_to_server, admin))
 
     async def _make_host(
@@ -256,6 +256,7 @@ class Worker:
             lifetimes.renew_every_s,
             self.readiness.mark_failed,
         )
+        host.role_changes.subscribe(registrar.set_role)
         return await self._stack.enter_async_context(registrar)
 
     def _part_failed(self, name: str, error: BaseException) -> None:

@@ -12,11 +12,9 @@ from decant.command.errors import CommandFailed
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.placement.pool_demand import ROLES, DemandMeter, PoolDemand, Report
-from decant.router.placement.pool_rules import Demands, PoolRules, growing_role, wanted_workers
+from decant.router.placement.pool_rules import DEFAULT_RULES, Demands, growing_role, wanted_workers
 from decant.runtime.enum_names import enum_label
 from decant.state.directory import DirectoryEntry
-
-_RULES = PoolRules()
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Advice:
     @property
     def move_to(self) -> str | None:
         """Pool to which a worker of the other one could move."""
-        role = growing_role(self.demands, _RULES)
+        role = growing_role(self.demands, DEFAULT_RULES)
         return None if role is None else enum_label(wire.Role, role)
 
     @property
@@ -73,7 +71,7 @@ def _report(one: DirectoryEntry[WorkerRegistration], now: float) -> Report:
 
 
 def _part(name: str, pool: PoolDemand) -> str:
-    wanted = wanted_workers(pool, _RULES)
+    wanted = wanted_workers(pool, DEFAULT_RULES)
     change = wanted - pool.workers
     verdict = f"add {change}" if change > 0 else f"{-change} can go" if change else "enough"
     usage = f", {pool.usage:.0%} used" if pool.workers else ""
@@ -85,5 +83,5 @@ def _pool_document(pool: PoolDemand) -> dict[str, Any]:
         "workers": pool.workers,
         "demand": round(pool.demand, 3),
         "usage": round(pool.usage, 3) if pool.workers else None,
-        "wanted": wanted_workers(pool, _RULES),
+        "wanted": wanted_workers(pool, DEFAULT_RULES),
     }

@@ -37,6 +37,9 @@ class PoolRules:
     """Times by which an advice makes a pool larger, at most."""
 
 
+DEFAULT_RULES = PoolRules()
+
+
 def wanted_workers(pool: PoolDemand, rules: PoolRules) -> int:
     """Number of workers that the demand of a pool needs; its present one while that is well enough."""
     needed = math.ceil(pool.demand / rules.target)
@@ -60,7 +63,7 @@ def growing_role(demands: Demands, rules: PoolRules) -> wire.Role | None:
 class MoveDecision:
     """Turns of `growing_role` into moves, one at a time."""
 
-    def __init__(self, rules: PoolRules = PoolRules()) -> None:
+    def __init__(self, rules: PoolRules = DEFAULT_RULES) -> None:
         self._rules = rules
         self._role: wire.Role | None = None
         self._since = 0.0

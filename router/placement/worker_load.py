@@ -63,6 +63,11 @@ class WorkerLoad:
         return self._load.draining
 
     @property
+    def reported(self) -> wire.Load:
+        """Load as the worker last reported it; not to be changed."""
+        return self._load
+
+    @property
     def role(self) -> wire.Role:
         return self._load.role
 

@@ -177,6 +177,7 @@ class WorkerPool:
         self.tickets.on_renewed(heartbeat.renew)
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.apply_heartbeat(heartbeat)
+            worker.reported_at = self._now()
             own, computed = worker.load.queued_tokens.own, worker.load.computed_tokens
             worker.rates.apply_heartbeat(heartbeat, self._now(), own, computed)
             line = self.waiting_lines[worker.registration.model]

@@ -117,6 +117,10 @@ class WorkerSession:
     def cancel(self, cancel: wire.Cancel) -> None:
         self._outgoing.cancel(cancel)
 
+    def set_role(self, role: wire.Role) -> None:
+        if self.is_open:
+            self._outgoing.send(wire.RouterMessage(set_role=wire.SetRole(role=role)))
+
     def finish(self) -> None:
         """Send all that is queued, then end the session for good."""
         self.is_final = True

@@ -42,6 +42,8 @@ class WorkerHandle:
         self.prefill = services.PrefillStub(channel)
         self.session = session
         self.is_registered = True
+        self.reported_at = 0.0
+        """When its last heartbeat came; 0: none yet."""
         self._timings = timings
         self.adapters: Sequence[wire.Adapter] = registration.adapters
         self._failures = 0  # in a row

@@ -158,7 +158,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
         for worker in usable(workers):
             await store.workers.register(worker.registration)
         workers[1].script.pause_at = 3
-        async with router(server, "--id", "one") as running:
+        async with router(server, "--id", "one", "--balance-pools") as running:
             await become_ready(running)
             (present,) = (await store.routers.listing()).present
             assert (present.registration.peer.id, present.registration.address) == ("one", running.address)
@@ -244,11 +244,13 @@ async def test_workers_that_take_requests_are_counted_by_model_and_role(server: 
         assert ready_workers(await page(port, "/metrics")) == {"prefill": 0, "decode": 0}
         (worker,) = usable(workers)
         await store.workers.register(worker.registration)
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                if ready_workers(await page(port, "/metrics")) == {"prefill": 1, "decode": 0}:
-                    break
-                await asyncio.sleep(0.01)
+        for role, counts in ((P[1], {"prefill": 1, "decode": 0}), (D[1], {"prefill": 0, "decode": 1})):
+            worker.load.role = role
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    if ready_workers(await page(port, "/metrics")) == counts:
+                        break
+                    await asyncio.sleep(0.01)
 
 
 async def test_gateways_find_the_load_of_a_models_workers_under_vllms_names(server: PrivateRedis, store: Store) -> None:

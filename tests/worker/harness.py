@@ -84,18 +84,6 @@ class Device(FakeDevice):
         self.steps.release(1)
 
 
-class FakeRegistration:
-    def __init__(self) -> None:
-        self.renewals = 0
-        self.roles: list[wire.Role] = []
-
-    def renew_now(self) -> None:
-        self.renewals += 1
-
-    def set_role(self, role: wire.Role) -> None:
-        self.roles.append(role)
-
-
 class WorkerHarness:
     def __init__(
         self,
@@ -119,8 +107,8 @@ class WorkerHarness:
         self.auditor = Auditor(self.host, self.prefill, self.decode)
         self.readiness = Readiness()
         self.readiness.mark_ready()
-        self.registration = FakeRegistration()
-        admin = AdminService(self.host, self.auditor, self.readiness, self.registration)
+        self.renewals: list[None] = []
+        admin = AdminService(self.host, self.auditor, self.readiness, lambda: self.renewals.append(None))
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
         self.host.steps.subscribe(self._on_step)

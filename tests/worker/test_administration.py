@@ -41,9 +41,7 @@ async def test_a_drained_worker_ends_what_runs_and_refuses_new_runs_until_it_is_
         handed_over = harness.ask(make_work(30), request="t/kept")
         await handed_over.expect("ticket")
         assert [await drain(harness) for _ in range(2)] == [1, 1], "the ticket keeps its prompt"
-        assert (harness.host.load().draining, harness.registration.renewals) == (True, 1), (
-            "the second call changes nothing"
-        )
+        assert (harness.host.load().draining, len(harness.renewals)) == (True, 1), "the second call changes nothing"
         late = await harness.ask(make_work(30), request="t/late").expect("refused")
         assert late.failure.cause == wire.CAUSE_DRAINING
         await handed_over.expect("first")
@@ -52,7 +50,7 @@ async def test_a_drained_worker_ends_what_runs_and_refuses_new_runs_until_it_is_
         assert await drain(harness) == 0
         for _ in range(2):
             await undrain(harness)
-        assert (harness.host.load().draining, harness.registration.renewals) == (False, 2)
+        assert (harness.host.load().draining, len(harness.renewals)) == (False, 2)
         await harness.ask(make_work(30), request="t/after", handoff=False).expect("first")
 
 
@@ -62,7 +60,7 @@ async def test_another_incarnation_at_the_address_is_not_changed(method: str) ->
         with pytest.raises(FailedPrecondition, match="another incarnation of p than 1") as caught:
             await call(harness, method, getattr(wire, f"{method}Request")(worker=OTHER))
         assert caught.value.reason is Reason.WRONG_PEER
-        assert (harness.registration.renewals, harness.registration.roles) == (0, [])
+        assert (harness.renewals, harness.host.role) == ([], wire.ROLE_PREFILL)
 
 
 async def test_a_process_that_ends_is_not_put_back() -> None:
@@ -77,11 +75,13 @@ async def test_a_process_that_ends_is_not_put_back() -> None:
 
 async def test_a_role_is_reported_and_registered_once_it_was_changed() -> None:
     async with worker(role=wire.ROLE_PREFILL) as harness:
+        registered = list[wire.Role]()
+        harness.host.role_changes.subscribe(registered.append)
         for role, previous in ((wire.ROLE_DECODE, wire.ROLE_PREFILL), (wire.ROLE_DECODE, wire.ROLE_DECODE)):
             request = wire.SetRoleRequest(worker=harness.host.peer, role=role)
             assert (await call(harness, "SetRole", request)).previous == previous
         assert harness.host.heartbeat().load.role == (await harness.audit()).role == wire.ROLE_DECODE
-        assert harness.registration.roles == [wire.ROLE_DECODE], "the second call changes nothing"
+        assert registered == [wire.ROLE_DECODE], "the second call changes nothing"
 
 
 @pytest.mark.parametrize("role", [wire.ROLE_UNSPECIFIED, 7])

@@ -143,6 +143,8 @@ class DecodeService(services.DecodeServicer):
             case "heartbeat":
                 for ticket in message.heartbeat.renew:
                     self._host.sender.leases.renew_unopened(ticket)
+            case "set_role" if message.set_role.role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
+                self._host.set_role(message.set_role.role)
             case "hello":
                 raise InvalidArgument("message", "hello once, as the first", "hello")
             case None:
