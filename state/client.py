@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from decant.state.connections import FORMER_PRIMARY, ConnectionAges, ConnectionPool, error_code
 from decant.state.errors import StateError, StoreFault, StoreUnavailable
 from decant.state.scripts import Argument, Command
+from decant.state.urls import CLUSTER_REFUSAL
 
 # bytes, an integer, None, or a list of these; see each script
 Reply: TypeAlias = Any
@@ -19,6 +20,7 @@ Reply: TypeAlias = Any
 _UNAVAILABLE = (exceptions.ConnectionError, exceptions.TimeoutError)
 _UNAVAILABLE_CODES = FORMER_PRIMARY | {"BUSY", "MISCONF", "NOREPLICAS", "NOSCRIPT", "OOM", "TRYAGAIN"}
 """Error codes of a server that can't write now, or lost its scripts twice."""
+_CLUSTER_CODES = frozenset({"MOVED", "ASK", "CROSSSLOT"})
 _REFUSED = (
     exceptions.AuthenticationError,
     exceptions.AuthorizationError,
@@ -71,7 +73,7 @@ class Client:
 
     async def close(self) -> None:
         await self._redis.aclose()
-        await self._pool.disconnect()
+        await self._pool.close()
 
     async def _within(self, deadline_s: float, commands: Sequence[Command]) -> list[Reply]:
         try:
@@ -88,6 +90,8 @@ class Client:
         code = error_code(error)
         if code in FORMER_PRIMARY:
             self._ages.replace_all()
+        if code in _CLUSTER_CODES:
+            return StoreFault(f"{CLUSTER_REFUSAL}: {error}")
         if _is_permanent(error, code):
             return StoreFault(str(error))
         if isinstance(error, TimeoutError):

@@ -14,9 +14,12 @@ from weakref import WeakKeyDictionary
 
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+
+from decant.state.sentinel import PrimaryAddress, connection_options
+from decant.state.urls import is_of_sentinels, parse_sentinel_url
 
 MAX_AGE_S = 30.0
 """An older connection is replaced before its next use: its server may have been replaced without an error."""
@@ -62,11 +65,18 @@ class ConnectionPool(BlockingConnectionPool):
     """Pool that waits for a free connection without a limit of its own."""
 
     ages: ConnectionAges
+    primary: PrimaryAddress | None
 
     @classmethod
     def of_url(cls, url: str, max_connections: int, ages: ConnectionAges) -> ConnectionPool:
-        pool = cls.from_url(
-            url,
+        primary = None
+        if is_of_sentinels(url):
+            sentinels = parse_sentinel_url(url)
+            primary = PrimaryAddress(sentinels, ages.replace_all)
+            options = connection_options(sentinels, primary)
+        else:
+            options = dict(parse_url(url))
+        pool = cls(
             max_connections=max_connections,
             timeout=None,
             protocol=2,
@@ -74,9 +84,15 @@ class ConnectionPool(BlockingConnectionPool):
             socket_connect_timeout=None,
             # uvloop raises RuntimeError for a write to a connection that was reset while it was idle
             retry=Retry(NoBackoff(), 1, supported_errors=(exceptions.ConnectionError, RuntimeError)),  # type: ignore[arg-type]
+            **options,
         )
-        pool.ages = ages
+        pool.ages, pool.primary = ages, primary
         return pool
+
+    async def close(self) -> None:
+        await self.disconnect()
+        if self.primary is not None:
+            await self.primary.close()
 
     def make_connection(self) -> AbstractConnection:
         connection: AbstractConnection = super().make_connection()  # type: ignore[no-untyped-call]

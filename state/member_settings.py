@@ -6,7 +6,7 @@ from decant.runtime.connections.tls import PeerTls
 from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.settings import SettingError
 from decant.runtime.telemetry.logs import LogSettings
-from decant.state.store import BadUrl, check_url
+from decant.state.urls import BadUrl, check_url
 
 
 class MemberSettings(LogSettings, ServerSettings, PeerTls):
@@ -18,7 +18,10 @@ class MemberSettings(LogSettings, ServerSettings, PeerTls):
         max_length=128,
         description="name among the processes of the deployment; unset: generated",
     )
-    redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis of the deployment")
+    redis_url: str = Field(
+        default="redis://127.0.0.1:6379",
+        description="Redis of the deployment: redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://",
+    )
     advertise: str | None = Field(
         default=None, description="host:port at which others reach this process; unset: host and port"
     )

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.state.client import Client
@@ -15,32 +14,12 @@ from decant.state.pool_moves import PoolMoves
 from decant.state.quota import Quotas
 from decant.state.requests import Requests
 from decant.state.store_instance import StoreInstance
-
-SCHEMES = ("redis://", "rediss://", "unix://")
-
-
-class BadUrl(ValueError):
-    """An invalid URL; ``value`` never contains a password."""
-
-    def __init__(self, limit: str, value: str) -> None:
-        super().__init__(f"url: {limit}, got {value}")
-        self.limit = limit
-        self.value = value
-
-
-def check_url(url: str) -> None:
-    """Check the form of a URL. Raises BadUrl."""
-    if not url.startswith(SCHEMES):
-        raise BadUrl(f"begins with one of {', '.join(SCHEMES)}", url.partition("://")[0])
-    try:
-        urlsplit(url).port  # noqa: B018 - raises
-    except ValueError:
-        raise BadUrl("host:port with a port from 0 to 65535", "another port") from None
+from decant.state.urls import check_url
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    url: str = field(repr=False)  # redis://host:port/db, rediss:// with TLS, unix:///path; may hold a password
+    url: str = field(repr=False)  # see urls.py; may hold a password
     deadline_s: float = 1.0  # of one call
     max_connections: int = 16  # of each kind: writes of requests, reads of requests, the directory
     ttls: Ttls = field(default_factory=Ttls)

@@ -22,6 +22,7 @@ from decant.protos import inference_pb2_grpc as services
 from decant.protos import worker_pb2 as wire
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
+from decant.state.urls import SCHEMES
 from tests.e2e.fork_server import Forked, completed
 from tests.router.factories import tiny
 from tests.router.fake_script import answer
@@ -60,7 +61,7 @@ def test_a_bad_redis_url_is_named_as_it_was_given_and_not_shown(
 ) -> None:
     file = tmp_path / "router.toml"
     file.write_text('redis_url = "ftp://:secret@x"')
-    limit = "begins with one of redis://, rediss://, unix://, got ftp"
+    limit = f"begins with one of {', '.join(SCHEMES)}, got ftp"
     ended = completed("decant.router", "--models", MODEL, "--config", str(file), timeout=PATIENCE)
     assert ended.stderr == f"decant router: {file}: redis_url: {limit}\n"
     monkeypatch.setenv("DECANT_REDIS_URL", "ftp://:secret@x")

@@ -124,3 +124,22 @@ async def test_a_cluster_takes_every_operation() -> None:
             with pytest.raises(StoreFault, match="same slot"):
                 await store._client.run(scripts.REQUEST_READ.call(["decant:{a}:request", "decant:{b}:journal"], 0))
         bare.close()
+
+
+RULES = "resetkeys ~decant:* resetchannels -@all +@read +@write +@scripting +@connection +info +time"
+"""Of an access list; docs/guides/deploy.md has it."""
+
+
+async def test_a_user_of_an_access_list_needs_its_categories_and_its_own_keys_alone(
+    server: PrivateRedis, bare: sync_redis.Redis
+) -> None:
+    bare.execute_command("ACL", "SETUSER", "decant", "on", ">p@ss", *RULES.split())  # type: ignore[no-untyped-call]
+    try:
+        async with make_store(server.url.replace("unix://", "unix://decant:p%40ss@")) as store:
+            for step in await walk(store):
+                await step.run()
+            await store.workers.wait_for_change(await store.workers.listing(), 0.01)
+            with pytest.raises(StoreFault, match="permissions"):
+                await store._client.execute("SET", "another", "1")
+    finally:
+        bare.execute_command("ACL", "DELUSER", "decant")  # type: ignore[no-untyped-call]

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis as sync_redis
+
+from decant.state.client import Client
+from decant.state.errors import StoreFault, StoreUnavailable
+from decant.state.private_redis import PrivateRedis, find_redis_server
+from decant.state.store import Store
+from decant.state.urls import BadUrl, check_url, parse_sentinel_url
+from tests.ports import reserved_port
+from tests.state.factories import KEY, make_request, make_store, router, worker_registration, write_request, written
+from tests.state.test_connections import error_server
+
+PATIENCE_S = 60.0
+SERVICE = "decant"
+
+
+@dataclass
+class Watched:
+    """A primary with a replica, and the sentinel that watches them."""
+
+    primary: PrivateRedis
+    replica: PrivateRedis
+    sentinel_port: int
+
+    @property
+    def url(self) -> str:
+        """Its first sentinel does not exist."""
+        return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.sentinel_port}/{SERVICE}"
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(3)]
+        primary, replica = (stack.enter_context(PrivateRedis(port=port)) for port in ports[:2])
+        with sync_redis.Redis.from_url(replica.url) as bare:
+            bare.replicaof("127.0.0.1", str(ports[0]))
+            until(lambda: bare.info("replication")["master_link_status"] == "up")
+        stack.enter_context(sentinel(ports[2], ports[0]))
+        with sync_redis.Redis(port=ports[2]) as bare:
+            until(lambda: bare.sentinel_masters()[SERVICE]["num-slaves"] == 1)
+        yield Watched(primary, replica, ports[2])
+
+
+@contextmanager
+def sentinel(port: int, primary_port: int) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        file = Path(folder) / "sentinel.conf"
+        file.write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor {SERVICE} 127.0.0.1 {primary_port} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 5000\n"
+        )
+        process = subprocess.Popen([find_redis_server(), str(file), "--sentinel"], stdout=subprocess.DEVNULL)
+        try:
+            with sync_redis.Redis(port=port) as bare:
+                until(lambda: answers(bare))
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answers(bare: sync_redis.Redis) -> bool:
+    try:
+        return bool(bare.ping())
+    except sync_redis.ConnectionError:
+        return False
+
+
+def until(holds: Callable[[], object]) -> None:
+    ends = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+async def repeated(call: Callable[[], Awaitable[object]]) -> None:
+    """Call until Redis takes it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                await call()
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+async def write_on(store: Store, ends: asyncio.Event) -> list[int]:
+    """Write a token and a registration again and again; return the tokens."""
+    request, tokens = make_request(), list[int]()
+    while not ends.is_set():
+        tokens.append(len(tokens))
+        request.append(written(tokens[-1]))
+        await repeated(lambda: write_request(store, request))
+        await repeated(lambda: store.workers.register(worker_registration(router())))
+        await asyncio.sleep(0.01)
+    return tokens
+
+
+@pytest.mark.slow
+async def test_writes_go_on_at_the_promoted_replica_which_lacks_the_last_ones(watched: Watched) -> None:
+    async with make_store(watched.url, deadline_s=2.0) as store:
+        ends = asyncio.Event()
+        writing = asyncio.create_task(write_on(store, ends))
+        with (
+            sync_redis.Redis.from_url(watched.replica.url) as replica,
+            sync_redis.Redis.from_url(watched.primary.url) as primary,
+        ):
+            await asyncio.to_thread(until, lambda: replica.exists(f"decant:{{{KEY}}}:request"))
+            detach(primary)
+            await asyncio.sleep(0.5)
+            journal = f"decant:{{{KEY}}}:journal"
+            written_before = primary.strlen(journal) // 4
+            assert replica.strlen(journal) // 4 < written_before, "the replica lacks writes"
+            watched.primary.stop()
+            await asyncio.to_thread(until, lambda: replica.info("replication")["role"] == "master")
+            await asyncio.to_thread(until, lambda: replica.strlen(journal) // 4 > written_before)
+            ends.set()
+            tokens = await writing
+            stored = await store.requests.read(KEY)
+            assert [entry.token for entry in stored.entries] == tokens, "the owner has written all of them again"
+            assert len((await store.workers.listing()).present) == 1
+
+
+def detach(primary: sync_redis.Redis) -> None:
+    """Let the replica stay behind: its connection is closed, and it does not know the new password."""
+    primary.config_set("requirepass", "unknown to the replica")
+    primary.client_kill_filter(_type="slave")
+
+
+async def test_without_any_sentinel_the_store_is_unavailable() -> None:
+    client = Client(f"redis+sentinel://127.0.0.1:1/{SERVICE}", 10.0, 4)
+    with pytest.raises(StoreUnavailable, match="No master found for 'decant'"):
+        await client.execute("PING")
+    await client.close()
+
+
+def test_a_url_names_sentinels_service_database_and_credentials() -> None:
+    url = parse_sentinel_url(
+        "rediss+sentinel://me:p%40ss@one,two:5000,[::1]:5001/main/3?ssl_ca_certs=/ca&sentinel_password=x"
+    )
+    assert url.addresses == (("one", 26379), ("two", 5000), ("::1", 5001))
+    assert (url.service, url.connection["db"], url.connection["username"]) == ("main", 3, "me")
+    assert (url.connection["password"], url.connection["ssl"]) == ("p@ss", True)
+    assert url.sentinel == {"password": "x", "ssl_ca_certs": "/ca", "ssl": True}
+    plain = parse_sentinel_url("redis+sentinel://one/main")
+    assert (plain.connection, plain.sentinel) == ({"ssl": False}, {"ssl": False})
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis+sentinel://one", "a path with the service that the sentinels watch"),
+        ("redis+sentinel://one/main/x", "with the number of a database, got /main/x"),
+        ("redis+sentinel://:secret@one:x/main", "host:port with a port from 0 to 65535, got another port"),
+        ("redis+sentinel://one,,two/main", "host\\[:port\\] of each sentinel"),
+        ("redis+sentinel://one/main?sentinel_db=1", "sentinel_username and sentinel_password"),
+        ("redis+sentinel://one/main?socket_timeout=x", "options of redis-py"),
+        ("redis+cluster://one", "no Cluster.*got redis\\+cluster"),
+        ("http://one", "begins with one of redis://, rediss://, unix://, redis\\+sentinel://"),
+    ],
+)
+def test_an_unusable_url_is_refused_by_the_part_that_is_wrong(url: str, message: str) -> None:
+    with pytest.raises(BadUrl, match=message) as caught:
+        check_url(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", ["MOVED 1234 127.0.0.1:7001", "CROSSSLOT Keys don't hash to one slot"])
+async def test_a_node_of_a_cluster_is_refused_by_name(error: str) -> None:
+    async with error_server() as (server, url):
+        server.error = error
+        client = Client(url, 10.0, 4)
+        with pytest.raises(StoreFault, match="no Cluster"):
+            await client.execute("GET", "key")
+        await client.close()
