@@ -69,8 +69,8 @@ class RouterSettings(MemberSettings):
     )
     balance_pools: bool = Field(
         default=False,
-        description="move workers between the pools of prefill and decode, as the load demands; one at a time of all "
-        "routers, whose workers need no restart",
+        description="move workers between the pools of prefill and decode as the load demands, without a restart, and "
+        "running sequences from crowded decode workers to idle ones; one router at a time does",
     )
     serve_without_redis: bool = Field(
         default=True,

@@ -26,7 +26,7 @@ decant:{quota/tenant}:in_flight       zset    request id -> end of its lease, in
 decant:{quota/tenant}:charged         hash    request id -> tokens charged for it                as in_flight
 decant:{quota/tenant}:full_at         string  when the tenant's minute is full again, in         until then
                                               microseconds
-decant:{pools}:moved:<model>          string  router that moved a worker between the pools       until the next may
+decant:{pools}:<what>:<model>         string  router that moved workers or sequences last        until the next may
 decant:{store_instance}               hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
 
 All times are by the clock of Redis. The keys of one script share a hash tag, so that they are on one node of a cluster.
@@ -96,8 +96,8 @@ def open_set(router: Incarnation) -> str:
     return f"decant:{{routers}}:open:{router}"
 
 
-def pool_move(model: str) -> str:
-    return f"decant:{{pools}}:moved:{quote(model, safe='')}"
+def pool_move(model: str, what: str) -> str:
+    return f"decant:{{pools}}:{what}:{quote(model, safe='')}"
 
 
 def quota(tenant: str) -> tuple[str, str, str]:

@@ -23,7 +23,7 @@ from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import OutputOptions
 from decant.router.workers.session import WorkerSession
-from decant.router.workers.subscription import RunSubscription
+from decant.router.workers.subscription import MoveTest, RunSubscription
 from decant.runtime.connections.channel import Deadline, open_channel
 from decant.runtime.connections.peer import new_peer
 from decant.runtime.connections.tls import PeerTls
@@ -90,6 +90,10 @@ class _Listener:
     def on_run_status(self, status: wire.RunStatus) -> None: ...
     def on_offer(self, ticket: wire.Ticket) -> None: ...
     def on_draining(self) -> None: ...
+
+    def on_crowded(self, is_worth: MoveTest) -> bool:
+        return False
+
     def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...
     def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None: ...
     def on_refused(self, refused: wire.Refused) -> None: ...

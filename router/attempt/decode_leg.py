@@ -6,15 +6,17 @@ from decant.protos import worker_pb2 as wire
 from decant.router.attempt.context import AttemptContext
 from decant.router.attempt.failures import NothingToFetch, error_for
 from decant.router.attempt.leg import Leg, LegOwner
+from decant.router.placement.batch_rules import expected_steps
 from decant.router.placement.worker_load import LoadReservation
 from decant.router.request.output import Output
 from decant.router.workers.pool import WorkerPool
-from decant.router.workers.subscription import RunSubscription
+from decant.router.workers.subscription import MoveTest, RunSubscription
 from decant.router.workers.worker_handle import WorkerHandle
 
 
 class DecodeLegOwner(LegOwner, Protocol):
     def on_draining(self, leg: DecodeLeg) -> None: ...
+    def on_crowded(self, leg: DecodeLeg) -> bool: ...
 
     def on_resumed(self, leg: DecodeLeg) -> None:
         """Called after a break or an adoption: messages of the worker, offers too, may be lost."""
@@ -141,6 +143,14 @@ class DecodeLeg(Leg):
 
     def on_draining(self) -> None:
         self._owner.on_draining(self)
+
+    def on_crowded(self, is_worth: MoveTest) -> bool:
+        if not self._has_decode_started or self._is_closed or self.offer is not None:
+            return False
+        context = self._context
+        limit = sum(output.end_limit - output.position for output in context.unfinished)
+        steps = expected_steps(context.stream.num_tokens, limit)
+        return is_worth(context.num_tokens, steps) and self._owner.on_crowded(self)
 
     def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None:
         self._set_decode_started()

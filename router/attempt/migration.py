@@ -12,7 +12,7 @@ from decant.state.ids import Incarnation
 
 
 class Migration:
-    """Moves of a run from draining workers. ``source`` is None while a target takes the run over."""
+    """Moves of a run from draining or crowded workers. ``source`` is None while a target takes the run over."""
 
     def __init__(self, context: AttemptContext, pool: WorkerPool, run: wire.Run, legs: Legs) -> None:
         self.source: DecodeLeg | None = None
@@ -80,9 +80,17 @@ class Migration:
         self._legs.wake()
 
     def on_draining(self, leg: DecodeLeg) -> None:
+        self._request_offer(leg)
+
+    def on_crowded(self, leg: DecodeLeg) -> bool:
+        return self._request_offer(leg)
+
+    def _request_offer(self, leg: DecodeLeg) -> bool:
         excluded = self._context.excluded_workers | self._failed_targets
-        if leg is self.source and self._pool.can_receive(leg.worker, excluded, self._context.adapter):
+        is_possible = leg is self.source and self._pool.can_receive(leg.worker, excluded, self._context.adapter)
+        if is_possible:
             leg.request_offer()
+        return is_possible
 
     def on_resumed(self, leg: DecodeLeg) -> None:
         if leg is self.source:

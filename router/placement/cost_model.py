@@ -82,6 +82,13 @@ class PrefillTransferCosts:
         """Last known cost on prefill workers, else on decode workers; None before the first prompt."""
         return self._on_prefill_worker.per_token or self._on_decode_worker.per_token or None
 
+    def transfer_s(self, tokens: int) -> float | None:
+        """Pause of an output whose ``tokens`` tokens are transferred; None while unknown."""
+        if not self._transfer.is_known(self._now()):
+            return None
+        fixed, slope = self._transfer.linear_fit
+        return fixed + slope * tokens
+
     @property
     def handoff_min_tokens(self) -> int:
         """Uncached tokens from which a handoff pays; 0 while the costs are unknown."""

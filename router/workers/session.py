@@ -22,7 +22,7 @@ from decant.router.workers.liveness import Liveness
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.session_runs import SessionRuns
 from decant.router.workers.stream_io import StreamBroken, read, write
-from decant.router.workers.subscription import RunSubscription, SessionDependent, SessionObserver, key_of
+from decant.router.workers.subscription import MoveTest, RunSubscription, SessionDependent, SessionObserver, key_of
 from decant.runtime.connections.heartbeat import LoopTimer, loop_timeout
 from decant.runtime.connections.peer import UnknownMessages, same_incarnation
 from decant.runtime.error_details import Reason
@@ -116,6 +116,10 @@ class WorkerSession:
 
     def cancel(self, cancel: wire.Cancel) -> None:
         self._outgoing.cancel(cancel)
+
+    def move_away(self, count: int, is_worth: MoveTest) -> int:
+        """Let up to ``count`` running runs move to another worker; return how many will try."""
+        return self._runs.on_crowded(count, is_worth) if self.is_usable else 0
 
     def set_role(self, role: wire.Role) -> None:
         if self.is_open:

@@ -4,7 +4,14 @@ from collections.abc import Collection
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.outgoing import Outgoing
-from decant.router.workers.subscription import OutputSubscription, RunKey, RunSubscription, RunTable, WriteError
+from decant.router.workers.subscription import (
+    MoveTest,
+    OutputSubscription,
+    RunKey,
+    RunSubscription,
+    RunTable,
+    WriteError,
+)
 from decant.runtime.packed import unpack
 from decant.runtime.telemetry import logs
 
@@ -43,6 +50,15 @@ class SessionRuns:
     def on_draining(self) -> None:
         for run in self.table:
             run.listener.on_draining()
+
+    def on_crowded(self, count: int, is_worth: MoveTest) -> int:
+        """Let up to ``count`` runs ask to move to another worker; return how many did."""
+        moved = 0
+        for run in self.table:
+            if moved == count:
+                break
+            moved += run.listener.on_crowded(is_worth)
+        return moved
 
     def fail_all(self, detail: str) -> None:
         for run in self.table:

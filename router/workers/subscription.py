@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,10 @@ RunKey = tuple[str, int, int]
 
 def key_of(run: wire.Run) -> RunKey:
     return run.request, run.epoch, run.attempt
+
+
+MoveTest = Callable[[int, int], bool]
+"""Whether the move of a sequence is worth its cost, by its tokens and by the steps that are likely left to it."""
 
 
 class WriteError(Enum):
@@ -66,6 +70,9 @@ class RunListener(Protocol):
 
     def on_draining(self) -> None:
         """Called with each heartbeat of a draining worker."""
+
+    def on_crowded(self, is_worth: MoveTest) -> bool:
+        """Called when another worker has a smaller batch: ask to move there if it is worth it; whether it did."""
 
     def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from decant.protos import worker_pb2 as wire
+from decant.router.workers.subscription import MoveTest
 
 
 class RunRecorder:
@@ -22,6 +23,9 @@ class RunRecorder:
 
     def on_offer(self, ticket: wire.Ticket) -> None:
         self.events.append(ticket)
+
+    def on_crowded(self, is_worth: MoveTest) -> bool:
+        return False
 
     def on_draining(self) -> None:
         self.draining += 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import pytest
+
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.pool_demand import PoolDemand, Report
 from decant.router.placement.pool_rules import DEFAULT_RULES
+from decant.router.placement.worker_rates import WorkerRates
 from decant.router.workers.pool_balancer import PoolBalancer
 from decant.state.ids import Incarnation
 from decant.state.store import Store, StoreSettings
@@ -50,6 +53,7 @@ async def reported(harness: Harness) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_of_two_routers_one_moves_one_worker_while_its_requests_go_on(store: Store) -> None:
     async with moving(store, decode="de", prefill="pq") as harness:
         begun = [await harness.begin(number) for number in range(3)]
@@ -68,6 +72,7 @@ async def test_of_two_routers_one_moves_one_worker_while_its_requests_go_on(stor
         assert sorted(roles(harness).values()) == [PREFILL, DECODE, DECODE, DECODE]
 
 
+@pytest.mark.slow
 async def test_the_worker_with_the_fewest_sequences_moves(store: Store) -> None:
     async with moving(store, decode="de") as harness:
         stream, expected = await harness.begin(1)
@@ -81,6 +86,29 @@ async def test_the_worker_with_the_fewest_sequences_moves(store: Store) -> None:
         (idle,) = {"d", "e"} - {harness.at(stream)}
         await until(lambda: harness.workers[idle].host.role == PREFILL)
         await checked(stream, expected)
+
+
+@pytest.mark.slow
+async def test_sequences_of_a_crowded_worker_move_to_an_idle_one_in_one_attempt(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerRates, "step_s_per_sequence", 1.0)
+    async with moving(store, decode="de", blocks=1024) as harness:
+        harness.drain("e")
+        await until(lambda: any(one.load.is_draining for one in harness.core.router.pool.of(MODEL)))
+        begun = [await harness.begin(number, wanted=300) for number in range(4)]
+        for stream, _ in begun:
+            await until_written(stream, 3)
+        assert harness.runs("d") == 4
+        harness.workers["e"].host.draining = False
+        await until(lambda: not any(one.load.is_draining for one in harness.core.router.pool.of(MODEL)))
+        for name in ("r1", "r2"):
+            await balancer(harness, store, name, FixedDemand(IDLE, IDLE)).spread(MODEL)
+        await until(lambda: sorted(harness.at(stream) for stream, _ in begun) == ["d"] * 2 + ["e"] * 2)
+        for one in harness.workers.values():
+            one.device.step_s = 0.0
+        for stream, expected in begun:
+            await checked(stream, expected)
 
 
 async def test_without_redis_no_worker_moves(store: Store) -> None:

@@ -114,6 +114,6 @@ async def walk(store: Store) -> list[Step]:
         Step("memory", store.results.memory, 0),
         Step("discard", lambda: store.results.trim(0), 5, trips=3),
         Step("release", lambda: store.quotas.release(KEY, 5, limits), 1),
-        Step("claim a move", lambda: store.pool_moves.claim("m", router(1), 30.0), 0),
+        Step("claim a move", lambda: store.pool_moves.claim("m", "workers", router(1), 30.0), 0),
         Step("leave", worker.remove, 1),
     ]
