@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from decant.state.connections import FORMER_PRIMARY, ConnectionAges, ConnectionPool, error_code
 from decant.state.errors import StateError, StoreFault, StoreUnavailable
 from decant.state.scripts import Argument, Command
-from decant.state.urls import CLUSTER_REFUSAL
+from decant.state.urls import CLUSTER_REFUSAL, split_key_prefix
 
 # bytes, an integer, None, or a list of these; see each script
 Reply: TypeAlias = Any
@@ -35,6 +35,7 @@ class Client:
 
     def __init__(self, url: str, deadline_s: float, max_connections: int, ages: ConnectionAges | None = None) -> None:
         """Make a client; `deadline_s` of a call includes the wait for a connection; clients of a store share `ages`."""
+        url, self._prefix = split_key_prefix(url)
         self._deadline_s = deadline_s
         self._ages = ages or ConnectionAges()
         self._pool = ConnectionPool.of_url(url, max_connections, self._ages)
@@ -66,7 +67,7 @@ class Client:
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
         """Wait at most `timeout_s` for an entry, and occupy a connection meanwhile."""
         block_ms = max(1, round(timeout_s * 1000))
-        command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
+        command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after), keys=(6, 7))
         (reply,) = await self._within(timeout_s + self._deadline_s, [command])
         if isinstance(reply, StateError):
             raise reply
@@ -101,7 +102,7 @@ class Client:
     async def _send(self, commands: Sequence[Command]) -> list[Reply]:
         pipeline = self._redis.pipeline(transaction=False)
         for command in commands:
-            pipeline.execute_command(*command.args)
+            pipeline.execute_command(*command.with_prefix(self._prefix))
         return await pipeline.execute(raise_on_error=False)
 
     async def _load(self, commands: Sequence[Command]) -> None:

@@ -42,7 +42,9 @@ class OpenRequests:
         return [_remove_command(router, batch) for router, batch in _batches(requests)]
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
-        return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))
+        return set(
+            _readable(RequestKey.parse, await self._client.run(scripts.on_key("SMEMBERS", keys.open_set(router))))
+        )
 
     async def orphaned(self) -> set[Incarnation]:
         """Return unregistered routers that have entries."""
@@ -72,7 +74,7 @@ def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterato
 
 
 def _remove_command(router: Incarnation, requests: Sequence[RequestKey]) -> Command:
-    return Command(("SREM", keys.open_set(router), *map(str, requests)))
+    return scripts.on_key("SREM", keys.open_set(router), *map(str, requests))
 
 
 def split_batches(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:

@@ -7,6 +7,7 @@ from typing import Literal
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.ids import Incarnation
+from decant.state.scripts import on_key
 
 Moved = Literal["workers", "sequences"]
 
@@ -18,4 +19,4 @@ class PoolMoves:
     async def claim(self, model: str, what: Moved, router: Incarnation, settle_s: float) -> bool:
         """Whether this router may move something of ``model`` now; then no router may for ``settle_s``."""
         key, lasts_ms = keys.pool_move(model, what), max(1, round(settle_s * 1000))
-        return await self._client.execute("SET", key, str(router), "NX", "PX", lasts_ms) is not None
+        return await self._client.run(on_key("SET", key, str(router), "NX", "PX", lasts_ms)) is not None

@@ -119,7 +119,7 @@ class Requests:
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
-        return bool(await self._reads.execute("EXISTS", keys.request(key)))
+        return bool(await self._reads.run(scripts.on_key("EXISTS", keys.request(key))))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner. Without `epoch`, because the client's newest stream is there.
@@ -158,7 +158,7 @@ class Requests:
         """
         stale = set[RequestKey]()
         for batch in split_batches(list(await self._open.of(router))):
-            commands = [Command(("HMGET", keys.request(key), "state", "owner")) for key in batch]
+            commands = [scripts.on_key("HMGET", keys.request(key), "state", "owner") for key in batch]
             for key, reply in zip(batch, await self._client.try_all(commands), strict=True):
                 match reply:
                     case StoreUnavailable():
@@ -174,7 +174,7 @@ class Requests:
 
         Raises OwnerRegistered, and what `adopt` raises: Superseded when another router was faster.
         """
-        epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
+        epoch, owner = await self._client.run(scripts.on_key("HMGET", keys.request(key), "epoch", "owner"))
         if epoch is None:
             await self._open.remove(router, [key])
             raise await self._instance.unknown_error(key)

@@ -18,13 +18,26 @@ class Script:
     sha: str = field(repr=False)
 
     def call(self, keys: list[str], *args: Argument) -> Command:
-        return Command(("EVALSHA", self.sha, len(keys), *keys, *args), self)
+        return Command(("EVALSHA", self.sha, len(keys), *keys, *args), self, keys=(3, 3 + len(keys)))
 
 
 @dataclass(frozen=True)
 class Command:
     args: tuple[Argument, ...]
     script: Script | None = None
+    keys: tuple[int, int] = (0, 0)
+    """Where ``args`` has names of keys: from the first of them to the end."""
+
+    def with_prefix(self, prefix: str) -> tuple[Argument, ...]:
+        """Arguments with a prefix before each key."""
+        if not prefix:
+            return self.args
+        first, end = self.keys
+        return (*self.args[:first], *(f"{prefix}{key!s}" for key in self.args[first:end]), *self.args[end:])
+
+
+def on_key(name: str, key: str, *args: Argument) -> Command:
+    return Command((name, key, *args), keys=(1, 2))
 
 
 def script(name: str, text: str) -> Script:

@@ -6,14 +6,17 @@ redis+sentinel://[[user]:password@]host[:26379][,host[:port]...]/service[/db][?s
 rediss:// and rediss+sentinel:// are the same with TLS, to the sentinels too. Options such as ?ssl_ca_certs=/path are
 those of redis-py. User and password are those of Redis; sentinels have none, or `sentinel_username` and
 `sentinel_password`.
+
+All of them take ?key_prefix=TEXT, which comes before the name of each key.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis.asyncio.connection import parse_url
 
@@ -22,6 +25,8 @@ SENTINEL = "+sentinel"
 SCHEMES = ("redis://", "rediss://", "unix://", f"redis{SENTINEL}://", f"rediss{SENTINEL}://")
 CLUSTER_REFUSAL = "a Redis that is no Cluster, among whose nodes Decant does not divide its commands"
 
+_PREFIX_OPTION = "key_prefix"
+_PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _PORT_LIMIT = "host:port with a port from 0 to 65535"
 
 
@@ -51,6 +56,7 @@ def check_url(url: str) -> None:
         raise BadUrl(CLUSTER_REFUSAL, scheme)
     if not url.startswith(SCHEMES):
         raise BadUrl(f"begins with one of {', '.join(SCHEMES)}", scheme)
+    url, _ = split_key_prefix(url)
     if is_of_sentinels(url):
         parse_sentinel_url(url)
         return
@@ -58,6 +64,19 @@ def check_url(url: str) -> None:
         urlsplit(url).port  # noqa: B018 - raises
     except ValueError:
         raise BadUrl(_PORT_LIMIT, "another port") from None
+
+
+def split_key_prefix(url: str) -> tuple[str, str]:
+    """Return the URL without its `key_prefix`, and that; "" if it has none. Raises BadUrl."""
+    base, mark, query = url.partition("?")
+    options = parse_qsl(query, keep_blank_values=True)
+    found = [value for name, value in options if name == _PREFIX_OPTION]
+    if not found:
+        return url, ""
+    if len(found) > 1 or not _PREFIX.fullmatch(found[0]):
+        raise BadUrl(f"one {_PREFIX_OPTION}, of 1 to 64 letters, digits and _ . : / -", repr(found[-1]))
+    rest = urlencode([(name, value) for name, value in options if name != _PREFIX_OPTION])
+    return base + (mark if rest else "") + rest, found[0]
 
 
 def is_of_sentinels(url: str) -> bool:

@@ -143,3 +143,16 @@ async def test_a_user_of_an_access_list_needs_its_categories_and_its_own_keys_al
                 await store._client.execute("SET", "another", "1")
     finally:
         bare.execute_command("ACL", "DELUSER", "decant")  # type: ignore[no-untyped-call]
+
+
+async def test_with_a_prefix_every_key_begins_with_it_and_deployments_do_not_meet(
+    server: PrivateRedis, bare: sync_redis.Redis, store: Store
+) -> None:
+    async with make_store(f"{server.url}?key_prefix=team-a:") as prefixed:
+        for step in await walk(prefixed):
+            await step.run()
+        await prefixed.workers.wait_for_change(await prefixed.workers.listing(), 0.01)
+        stored = bare.keys()
+        assert {key.partition(b"decant:")[0] for key in stored} == {b"team-a:"}
+        assert not (await store.routers.listing()).present
+        assert len((await prefixed.routers.listing()).present) == 1

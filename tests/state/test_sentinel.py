@@ -16,7 +16,7 @@ from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
 from decant.state.private_redis import PrivateRedis, find_redis_server
 from decant.state.store import Store
-from decant.state.urls import BadUrl, check_url, parse_sentinel_url
+from decant.state.urls import BadUrl, check_url, parse_sentinel_url, split_key_prefix
 from tests.ports import reserved_port
 from tests.state.factories import KEY, make_request, make_store, router, worker_registration, write_request, written
 from tests.state.test_connections import error_server
@@ -155,6 +155,10 @@ def test_a_url_names_sentinels_service_database_and_credentials() -> None:
     assert (url.service, url.connection["db"], url.connection["username"]) == ("main", 3, "me")
     assert (url.connection["password"], url.connection["ssl"]) == ("p@ss", True)
     assert url.sentinel == {"password": "x", "ssl_ca_certs": "/ca", "ssl": True}
+    assert split_key_prefix("redis+sentinel://one/main?key_prefix=a%3A&ssl_ca_certs=/ca") == (
+        "redis+sentinel://one/main?ssl_ca_certs=%2Fca",
+        "a:",
+    )
     plain = parse_sentinel_url("redis+sentinel://one/main")
     assert (plain.connection, plain.sentinel) == ({"ssl": False}, {"ssl": False})
 
@@ -169,6 +173,9 @@ def test_a_url_names_sentinels_service_database_and_credentials() -> None:
         ("redis+sentinel://one/main?sentinel_db=1", "sentinel_username and sentinel_password"),
         ("redis+sentinel://one/main?socket_timeout=x", "options of redis-py"),
         ("redis+cluster://one", "no Cluster.*got redis\\+cluster"),
+        ("redis://one?key_prefix={x}", "one key_prefix, of 1 to 64 letters"),
+        ("redis://one?key_prefix=", "one key_prefix, of 1 to 64 letters"),
+        ("redis://one?key_prefix=a&key_prefix=b", "one key_prefix"),
         ("http://one", "begins with one of redis://, rediss://, unix://, redis\\+sentinel://"),
     ],
 )
