@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
 
-from decant.protos import inference_pb2, worker_pb2
+from decant.protos import inference_pb2, state_pb2, worker_pb2
 
 FILES = pytest.mark.parametrize("file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR], ids=["inference", "worker"])
 UNTYPED = {
@@ -60,7 +60,7 @@ def test_every_message_is_used(file: FileDescriptor) -> None:
     for service in file.services_by_name.values():
         for method in service.methods:
             used |= {method.input_type.full_name, method.output_type.full_name}
-    for message in messages(file):
+    for message in (*messages(file), *messages(state_pb2.DESCRIPTOR)):
         used |= {field.message_type.full_name for field in message.fields if field.message_type}
     assert [m.full_name for m in messages(file) if m.full_name not in used] == []
 

@@ -18,6 +18,7 @@ from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.generation_calls import GenerationCalls
 from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.execution.registry import RequestRegistry
 from decant.router.limits import limits
 from decant.router.placement.capacity import PoolCapacity
 from decant.router.request.token_stream import TokenStream
@@ -36,7 +37,7 @@ from decant.runtime.serving.server import Server
 from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
-from tests.router.factories import STOPPED, ScriptedRegistry, tiny, write
+from tests.router.factories import STOPPED, ScriptedPrompts, ScriptedRegistry, tiny, write
 
 PATIENCE = 60.0
 HERE = Incarnation("router-a", 1)
@@ -68,7 +69,7 @@ class Harness:
 
 
 def make_service(
-    requests: ScriptedRegistry,
+    requests: ScriptedRegistry | RequestRegistry,
     registry: Registry,
     served: Models | None = None,
     callers: Authenticator | None = None,
@@ -82,7 +83,8 @@ def make_service(
     authenticator = callers or NoAuthentication(served)
     metrics = metrics or RequestMetrics(registry)
     calls = calls or GenerationCalls(served, cast(Any, requests), metrics, unread_s)
-    prompts = PromptCalls(cast(Any, requests), cast(Any, requests.prompts), metrics)
+    prompt_runs: Any = requests.prompts if isinstance(requests, ScriptedRegistry) else ScriptedPrompts()
+    prompts = PromptCalls(cast(Any, requests), prompt_runs, metrics)
     return InferenceService(calls, cast(Any, requests), about, authenticator, prompts)
 
 
@@ -96,7 +98,8 @@ def make_vllm_service(
     )
     load = wire.Load(running=2, waiting=1)
     info = EngineInfoSource("1.2.3", pool, lambda: load, lambda: True, lambda: 5.0)
-    prompts = PromptCalls(cast(Any, requests), cast(Any, requests.prompts), metrics)
+    prompt_runs: Any = requests.prompts if isinstance(requests, ScriptedRegistry) else ScriptedPrompts()
+    prompts = PromptCalls(cast(Any, requests), prompt_runs, metrics)
     return VllmEngineService(calls, cast(Any, requests), info, callers, {"critical": 100}, prompts)
 
 

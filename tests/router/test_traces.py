@@ -50,7 +50,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 @asynccontextmanager
 async def serving(running: Core) -> AsyncIterator[str]:
     registry = Registry(process=False)
-    service = make_service(running.requests, registry, Models([model(id="m")])).service()  # type: ignore[arg-type]
+    service = make_service(running.requests, registry, Models([model(id="m")])).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     task = asyncio.create_task(server.run())
