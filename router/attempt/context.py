@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.request.finish import finish_from_tokens
 from decant.router.request.output import Output
 from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout_hash, stream_from_store
 from decant.router.request.token_stream import TokenStream
@@ -68,7 +69,16 @@ class AttemptContext:
         return any(output.end_limit - output.position > 1 for output in self.unfinished)
 
     def output_prefixes(self) -> list[wire.OutputPrefix]:
-        return [wire.OutputPrefix(output=output.index, tokens=pack(output.tokens)) for output in self.unfinished]
+        """Prefixes of the unfinished outputs, for an attempt that continues them.
+
+        An output whose tokens are all there, while the prompt's log-probabilities are not, gets its last token again.
+        """
+        request, prefixes = self.stream.request, list[wire.OutputPrefix]()
+        for output in self.unfinished:
+            is_complete = finish_from_tokens(request, output.tokens) is not None
+            tokens = output.tokens[:-1] if is_complete else output.tokens
+            prefixes.append(wire.OutputPrefix(output=output.index, tokens=pack(tokens)))
+        return prefixes
 
     @property
     def run_id(self) -> wire.Run:

@@ -11,6 +11,7 @@ from decant.router.workers.stream_io import StreamBroken
 from decant.router.workers.subscription import WriteError
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.error_details import Reason
+from decant.runtime.packed import count
 from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
@@ -37,7 +38,10 @@ class PrefillLeg(Leg):
         self._ticket_has_receiver = False
         self._recorder = recorder
         self.has_first_tokens = False
-        self._first_positions = {output.index: output.position for output in context.unfinished}
+        self._first_positions = {
+            prefix.output: context.stream.request.prompt_tokens + count(prefix.tokens)
+            for prefix in request.engine_request.outputs
+        }
         self._reservation = worker.load.reserve(context.prefix, context.num_tokens, computes_prompt=True)
         worker.session.dependents.add(self)
         self._call = PrefillCall(worker.prefill, request, self)

@@ -126,9 +126,27 @@ def test_a_run_whose_tokens_are_all_stored_is_forgotten_where_it_ran() -> None:
     assert not scenario.world.workers["d"].runs
 
 
-async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> Scenario:
+@pytest.mark.parametrize("stops_at", [None, 0, 2])
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("roles", [SPLIT, DECODE], ids=["split", "one worker"])
+def test_prompt_logprobs_that_were_not_stored_are_computed_without_another_token(
+    stops_at: int | None, outputs: int, roles: dict[str, wire.Role]
+) -> None:
+    case = Case(b"", stops_at=stops_at, outputs=outputs, has_prompt_logprobs=True)
+    scenario = run(follow_adopted(case, RunStatus.PHASE_ENDED, case.max_tokens, None, roles))
+    assert isinstance(scenario.stream.end, Finish)
+    assert scenario.stream.has_prompt_logprobs
+
+
+async def follow_adopted(
+    case: Case,
+    phase: wire.RunStatus.Phase | None,
+    written: int,
+    drains: int | None,
+    roles: dict[str, wire.Role] = DECODE,
+) -> Scenario:
     """Adopt a run in `phase` at its worker, None if unknown there, of which `written` tokens are stored."""
-    scenario = Scenario(replace(case, stop_string_at=None), DECODE)
+    scenario = Scenario(replace(case, stop_string_at=None), roles)
     await scenario.connect()
     world = scenario.world
     indexes = range(case.outputs)
