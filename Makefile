@@ -64,7 +64,7 @@ $(INSTALLED): pyproject.toml requirements.lock install.py | $(BIN)/python
 	@touch $@
 
 # The environment has the build requirements, so only the compiled parts are rebuilt.
-$(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto protos/vllm/*.proto) $(wildcard engine/cpu/kernels/*.h engine/cpu/kernels/*.cpp)
+$(STUBS): $(INSTALLED) setup.py $(wildcard protos/*.proto protos/*/*.proto) $(wildcard engine/cpu/kernels/*.h engine/cpu/kernels/*.cpp)
 	@echo "protos/ and C++ kernels ..."
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@ls engine/cpu/kernels/_kernels*.so >/dev/null 2>&1 || \

@@ -1,4 +1,4 @@
-"""Compile protos/*.proto, protos/vllm/*.proto and the C++ kernels during the build.
+"""Compile protos/*.proto, protos/{vllm,kserve}/*.proto and the C++ kernels during the build.
 
 A wheel gets the stubs in its build folder, an editable install beside the sources. The compiler is a build step of its
 own: in an editable install setuptools turns an error of a customised `build_py` into a warning.
@@ -18,7 +18,7 @@ from setuptools.command.build import build
 from setuptools.errors import ExecError
 
 PROTOS = Path("decant/protos")
-FOLDERS = (PROTOS, PROTOS / "vllm")
+FOLDERS = (PROTOS, PROTOS / "vllm", PROTOS / "kserve")
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 

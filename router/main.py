@@ -30,6 +30,7 @@ from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.requests_page import requests_page
 from decant.router.execution.result_memory import ResultMemory
 from decant.router.execution.services import RouterServices
+from decant.router.kserve.service import KServeService
 from decant.router.limits import limits
 from decant.router.prompt_runs.runner import PromptRunner
 from decant.router.recovery.open_requests import OpenEntries
@@ -159,6 +160,7 @@ class RouterProcess:
             VllmEngineService(
                 calls, self.requests, self._engine_info(), callers, settings.priorities, prompts
             ).service(),
+            KServeService(calls, self.requests, callers, VERSION, lambda: self.readiness.is_ready).service(),
         )
         self._settings = settings
         self._timings = timings

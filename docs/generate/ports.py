@@ -8,6 +8,7 @@ from grpc_health.v1 import health_pb2
 from decant.decode_worker.main import DecodeSettings
 from decant.prefill_worker.main import PrefillSettings
 from decant.protos import inference_pb2, worker_pb2
+from decant.protos.kserve import grpc_service_pb2
 from decant.protos.vllm import vllm_engine_pb2
 from decant.router.settings import RouterSettings
 from decant.runtime.serving import reflection
@@ -20,9 +21,12 @@ is opened, but with `--handoff nixl`, whose library takes ports of its own. Kube
 OTHERS = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.V1, reflection.V1ALPHA)
 
 
+_ROUTER = (inference_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR, grpc_service_pb2.DESCRIPTOR)
+
+
 def render() -> str:
     kinds = (
-        ("router", RouterSettings, (inference_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR), "clients, gateways"),
+        ("router", RouterSettings, _ROUTER, "clients, gateways"),
         ("prefill worker", PrefillSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, administrators"),
         ("decode worker", DecodeSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, administrators"),
     )

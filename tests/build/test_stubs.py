@@ -66,6 +66,8 @@ def test_an_install_has_the_stubs(python: Path, tree: Path, tmp_path: Path, edit
     assert (found / "google/rpc/error_details.proto").exists()
     assert (found / "vllm/vllm_engine_pb2.pyi").exists()
     assert (found / "vllm/LICENSE").exists()
+    assert (found / "kserve/grpc_service_pb2.pyi").exists()
+    assert (found / "kserve/LICENSE").exists()
     succeed(python, "-c", f"import {VLLM_STUB}", cwd=elsewhere)
     where = run(python, "-c", "from google.rpc import status_pb2; print(status_pb2.__file__)", cwd=elsewhere)
     assert not Path(where.stdout.strip()).is_relative_to(found)
@@ -75,7 +77,9 @@ def test_the_stubs_work_with_the_oldest_versions_that_the_dependencies_allow() -
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = dict(re.findall(r"(grpcio|protobuf)>=([\d.]+)", " ".join(project["dependencies"])))
     numbers = ", ".join(oldest["protobuf"].split("."))
-    stubs = [stub for folder in ("protos", "protos/vllm") for stub in (ROOT / folder).glob("*_pb2*.py")]
+    stubs = [
+        stub for folder in ("protos", "protos/kserve", "protos/vllm") for stub in (ROOT / folder).glob("*_pb2*.py")
+    ]
     assert len(stubs) >= 10
     for stub in stubs:
         text = stub.read_text()

@@ -13,12 +13,14 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
 from decant.protos import worker_pb2 as wire
+from decant.protos.kserve import grpc_service_pb2_grpc
 from decant.protos.vllm import vllm_engine_pb2_grpc
 from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.generation_calls import GenerationCalls
 from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.registry import RequestRegistry
+from decant.router.kserve.service import KServeService
 from decant.router.limits import limits
 from decant.router.placement.capacity import PoolCapacity
 from decant.router.request.token_stream import TokenStream
@@ -55,6 +57,8 @@ class Harness:
     registry: Registry
     vllm: Any
     """Stub of ``vllm.grpc.engine.VllmEngine``."""
+    kserve: Any
+    """Stub of ``inference.GRPCInferenceService``."""
 
     async def stream(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
@@ -113,13 +117,17 @@ async def harness(
     calls = GenerationCalls(served, cast(Any, requests), metrics, unread_s)
     service = make_service(requests, registry, served, callers, unread_s, calls, metrics).service()
     vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served), metrics).service()
-    server = Server([service, vllm], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
+    tensors = KServeService(calls, cast(Any, requests), callers or NoAuthentication(served), "1.2.3", lambda: True)
+    server = Server(
+        [service, vllm, tensors.service()], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry
+    )
     await server.start()
     running = asyncio.create_task(server.run())
     channel = open_channel(server.address, PeerTls())
     try:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        yield Harness(stub, requests, server, registry, vllm_engine_pb2_grpc.VllmEngineStub(channel))
+        others = vllm_engine_pb2_grpc.VllmEngineStub(channel), grpc_service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        yield Harness(stub, requests, server, registry, *others)
     finally:
         await channel.close()
         server.shutdown.request("the test ends")
