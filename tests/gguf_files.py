@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+__all__ = ["CONTROL", "NORMAL", "USER_DEFINED", "GgufFile", "Type", "byte_characters", "of_folder", "small"]
+
 NORMAL, CONTROL, USER_DEFINED = (int(kind) for kind in (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, 4))
 
 Numbers = Any
@@ -135,9 +137,14 @@ def _sizes(config: Any, name: str) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in sizes.items()}
 
 
+def byte_characters() -> list[str]:
+    """The characters that stand for bytes."""
+    return sorted(bytes_to_unicode().values())
+
+
 def byte_tokenizer(size: int) -> dict[str, Any]:
     """Metadata of a tokenizer of bytes and a few merges, with an end token, up to ``size`` tokens."""
-    tokens = sorted(bytes_to_unicode().values())
+    tokens = byte_characters()
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n"), ("e", "r")]
     tokens += ["".join(pair) for pair in merges] + ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]
     types = [NORMAL] * (len(tokens) - 4) + [CONTROL] * 3 + [USER_DEFINED]
@@ -160,9 +167,14 @@ def byte_tokenizer(size: int) -> dict[str, Any]:
 def small(architecture: str = "llama", kind: Type = Type.F32, **values: Any) -> GgufFile:
     """A model of one layer of zeros, 64 wide; ``values`` are added to the metadata, None removes one."""
     file = GgufFile(architecture)
-    sizes = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 32}
+    sizes: dict[str, Any] = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 32}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
-    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q": (64, 64),
+        "attn_k": (32, 64),
+        "attn_v": (32, 64),
+        "attn_output": (64, 64),
+    }
     shapes |= {"ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32), "attn_norm": (64,), "ffn_norm": (64,)}
     tokens = byte_tokenizer(280)
     for name, shape in {

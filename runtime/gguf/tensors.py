@@ -33,7 +33,11 @@ def list_tensors(header: GgufHeader, architecture: Architecture, config: dict[st
     for name, place in header.tensors.items():
         if name == ROPE_FACTORS:
             continue
-        entry = {"dtype": place.type, "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
+        entry: dict[str, Any] = {
+            "dtype": place.type,
+            "shape": list(place.shape),
+            "data_offsets": [place.begin, place.end],
+        }
         block = _BLOCK.fullmatch(name)
         if block and block[2] in _PARTS:
             if architecture.has_pairs and block[2] in heads:

@@ -72,7 +72,7 @@ def opened(path: Path) -> dict[str, Any]:
     return dict(checkpoints.open(str(folder)).weight_format.open([folder / "model.gguf"]) or {})
 
 
-def plain(path: Path) -> torch.nn.Module:
+def plain(path: Path) -> Any:
     """The model as transformers reads the same file."""
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
@@ -137,7 +137,7 @@ def test_a_model_computes_what_transformers_computes_of_the_same_file(
     path = written(gguf_files.of_folder(folder, kind), tmp_path)
     expected = plain(path)
     tokens = [5, 6, 7, 8, 200, 31, 31, 4]
-    read = checkpoints.open(str(folder_of(path))).read(torch.float32, torch.device("cpu"), keep_codes=True)
+    read: Any = checkpoints.open(str(folder_of(path))).read(torch.float32, torch.device("cpu"), keep_codes=True)
     logits = [model(input_ids=torch.tensor([tokens]), use_cache=False).logits for model in (read, expected)]
     assert torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4 * float(logits[1].abs().max()))
     device = serve(folder_of(path), dtype="float32")
@@ -149,14 +149,14 @@ def test_a_model_computes_what_transformers_computes_of_the_same_file(
 
 def test_a_quantized_head_that_is_the_embedding_stays_quantized(tmp_path: Path) -> None:
     path = written(gguf_files.of_folder(checkpoint(tmp_path, tie_word_embeddings=True), Type.Q8_0), tmp_path)
-    read = checkpoints.open(str(folder_of(path))).read(torch.bfloat16, torch.device("cpu"), keep_codes=True)
+    read: Any = checkpoints.open(str(folder_of(path))).read(torch.bfloat16, torch.device("cpu"), keep_codes=True)
     assert isinstance(read.get_output_embeddings(), CodedLinear)
     assert torch.equal(read.get_output_embeddings().source[:].bfloat16(), read.get_input_embeddings().weight)
 
 
 def test_a_plain_head_that_is_the_embedding_is_the_embedding(tmp_path: Path) -> None:
     path = written(gguf_files.of_folder(checkpoint(tmp_path, tie_word_embeddings=True), Type.BF16), tmp_path)
-    read = checkpoints.open(str(folder_of(path))).read(torch.bfloat16, torch.device("cpu"), keep_codes=True)
+    read: Any = checkpoints.open(str(folder_of(path))).read(torch.bfloat16, torch.device("cpu"), keep_codes=True)
     assert read.get_output_embeddings().weight is read.get_input_embeddings().weight
 
 

@@ -111,7 +111,7 @@ def test_a_prompt_begins_with_the_bos_token_as_in_llama_cpp(
 
 
 def test_a_word_that_is_a_token_is_that_token_in_llama_3_alone(tmp_path: Path) -> None:
-    tokens, merges = sorted([*gguf_files.bytes_to_unicode().values(), "zqz", "zq"]), ["z q"]
+    tokens, merges = sorted([*gguf_files.byte_characters(), "zqz", "zq"]), ["z q"]
     metadata = {"tokens": tokens, "token_type": [1] * len(tokens), "merges": merges, "bos_token_id": None}
     metadata |= {"eos_token_id": None, "padding_token_id": None}
     named = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
@@ -174,7 +174,7 @@ def _converted() -> dict[str, Any]:
 
 
 def test_templates_with_names_are_kept(tmp_path: Path) -> None:
-    values = {"tokenizer.chat_template": "{{ 1 }}", "tokenizer.chat_template.tool_use": "{{ 2 }}"}
+    values: dict[str, Any] = {"tokenizer.chat_template": "{{ 1 }}", "tokenizer.chat_template.tool_use": "{{ 2 }}"}
     model = load([str(gguf_files.small(**values).write(tmp_path / "m.gguf"))]).default
     assert model.chat is not None
     assert model.tool_chat is not None

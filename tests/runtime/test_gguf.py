@@ -46,9 +46,10 @@ def test_the_folder_is_made_once_for_each_state_of_a_file(tmp_path: Path, cache:
     path = gguf_files.small().write(tmp_path / "m.gguf")
     folder = find(str(path)).folder
     made = (folder / "config.json").stat()
+    changes: dict[str, Any] = {"llama.context_length": 32}
     assert local_folder(str(path)) == folder
     assert (folder / "config.json").stat() == made
-    gguf_files.small(**{"llama.context_length": 32}).write(path)
+    gguf_files.small(**changes).write(path)
     changed = find(str(path))
     assert changed.folder != folder
     assert changed.context_length == 32
@@ -83,7 +84,8 @@ def test_the_rotary_scaling_of_llama_3_follows_from_its_factors(factor: float, o
     made = AutoConfig.for_model("llama", hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=scaling)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](made, "cpu")
     plain = 5e5 ** -(np.arange(0, 64, 2) / 64)
-    file = gguf_files.small(**{"llama.rope.freq_base": 5e5, "llama.embedding_length": 256})
+    sizes: dict[str, Any] = {"llama.rope.freq_base": 5e5, "llama.embedding_length": 256}
+    file = gguf_files.small(**sizes)
     file.tensors["rope_freqs.weight"] = (plain / scaled.numpy()).astype(np.float32), Type.F32
     file.tensors["token_embd.weight"] = np.zeros((280, 256), np.float32), Type.F32
     assert config_of(file.write(tmp_path / "m.gguf"))["rope_parameters"] == scaling

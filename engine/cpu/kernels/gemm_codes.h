@@ -33,11 +33,14 @@ __attribute__((always_inline)) inline void add_scaled(Chains<ROWS, PANELS>& chai
 }
 
 inline float sum(const Columns& lanes) {
-    alignas(LINE) float each[WIDTH];
-    lanes.write(each);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int n = 0; n < half; n++) each[n] += each[n + half];
-    return each[0];
+#ifdef __AVX512BF16__
+    return _mm512_reduce_add_ps(lanes.all);
+#else
+    __m256 eight = _mm256_add_ps(lanes.first, lanes.second);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#endif
 }
 
 // Sums the factors of `count` steps of a row.
