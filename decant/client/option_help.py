@@ -46,7 +46,7 @@ OPTION_HELP = {
     "json_schema": "JSON schema that the output follows, a str or a dict",
     "regex": "regular expression that the whole output matches",
     "ebnf_grammar": "grammar, in Lark's syntax, that the output follows",
-    "structural_tag": "the output has tagged parts that follow a schema; not implemented",
+    "structural_tag": "text with tags whose content follows a schema, as JSON or a dict",
     "choice": "texts of which the output is one",
     "json_object": "the output is a JSON object; False",
     "bypass_prefix_cache": "neither use nor leave a cached prefix; False",

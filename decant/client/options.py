@@ -64,7 +64,7 @@ class Options(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     ebnf_grammar: str | None
-    structural_tag: str | None
+    structural_tag: str | Mapping[str, Any] | None
     choice: Sequence[str] | None
     json_object: bool | None
     # CacheOptions
@@ -191,7 +191,7 @@ _OF_MESSAGES: Mapping[str, Callable[[pb.Messages, Any], None]] = {
 def _to_field_value(name: str, value: object) -> object:
     if name == "stop" and isinstance(value, str):
         return [value]
-    if name == "json_schema" and isinstance(value, Mapping):
+    if name in ("json_schema", "structural_tag") and isinstance(value, Mapping):
         return json.dumps(value)
     if name == "on_disconnect" and isinstance(value, str):
         return f"ON_DISCONNECT_{value.upper()}"

@@ -43,7 +43,8 @@ def render() -> str:
             parts += _element(file, element, comment)
         elif comment.section:
             parts.append("[Reasons of errors](errors.md#reasons).")
-    parts += ["## Not implemented", UNIMPLEMENTED, "\n".join(f"- `{field}`" for field in UNIMPLEMENTED_FIELDS)]
+    if UNIMPLEMENTED_FIELDS:
+        parts += ["## Not implemented", UNIMPLEMENTED, "\n".join(f"- `{field}`" for field in UNIMPLEMENTED_FIELDS)]
     return page(parts)
 
 

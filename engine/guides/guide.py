@@ -36,7 +36,7 @@ _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")
 class GuideKind(StrEnum):
     """Values are the names of the fields of ``GuidedDecoding``, and of workers' ``Guide``.
 
-    ANSWER is a grammar that a router made of a request's tools.
+    ANSWER is a grammar that a router made of a request's tools, and STRUCTURAL_TAG one that it made of the field.
     """
 
     JSON_SCHEMA = "json_schema"
@@ -45,6 +45,7 @@ class GuideKind(StrEnum):
     CHOICE = "choice"
     JSON_OBJECT = "json_object"
     ANSWER = "answer"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Guide:
                 return _grammar(lark_grammar=_checked_lark(self.field, self.text))
             case GuideKind.ANSWER:
                 return _grammar(lark_grammar=self.text)
+            case GuideKind.STRUCTURAL_TAG:
+                return self.text
             case GuideKind.REGEX:
                 return _regex_grammar(self.field, self.text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from decant.engine.errors import InvalidRequest
 from decant.engine.guides.guide import Guide, GuideKind
@@ -11,6 +12,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.text.answer_grammar import CallRules, answer_grammar
 from decant.router.text.reasoning.formats import Opening, opening_of
 from decant.router.text.served_model import ServedModel
+from decant.router.text.structural_tags import structural_tag_grammar
 from decant.router.text.tools.call_options import call_rules
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument
@@ -32,6 +34,8 @@ async def guide_of(
     await model.guides.check(guide, deadline)
     if guide.kind is GuideKind.ANSWER:
         return wire.Guide(answer=guide.text)
+    if guide.kind is GuideKind.STRUCTURAL_TAG:
+        return wire.Guide(structural_tag=guide.text)
     return wire.Guide.FromString(request.guided.SerializeToString())
 
 
@@ -42,7 +46,7 @@ def _guide(request: pb.GenerateRequest, prompt: Sequence[int], model: ServedMode
     rules = call_rules(request.messages, model.call_format, model.id)
     try:
         if rules is None:
-            return None if kind is None else Guide.of(kind, getattr(request.guided, kind))
+            return None if kind is None else _guide_of_kind(kind, getattr(request.guided, kind), model)
         if kind is not None:
             limit = "unset where tool_choice, strict tools or parallel_tool_calls give the answer a grammar"
             raise InvalidArgument("guided", limit, kind)
@@ -59,6 +63,13 @@ def _answer_grammar(rules: CallRules, prompt: Sequence[int], model: ServedModel)
         reasoning = None if opening is Opening.CLOSED else reasoning
     assert model.call_format is not None
     return answer_grammar(model.call_format, rules, model.terms, reasoning, is_reasoning_open=is_open)
+
+
+def _guide_of_kind(kind: str, value: Any, model: ServedModel) -> Guide:
+    guide = Guide.of(kind, value)
+    if guide.kind is not GuideKind.STRUCTURAL_TAG:
+        return guide
+    return Guide(GuideKind.STRUCTURAL_TAG, structural_tag_grammar(guide.text, model.terms.of))
 
 
 def _check_stopping(stopping: pb.StoppingParams, field: str) -> None:

@@ -49,9 +49,8 @@ from decant.state.owned import num_generated, returns_best
 LISTED_BYTES = 16 * 1024
 """Up to this size unknown fields are listed, in about ten milliseconds."""
 
-_UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
-    "GuidedDecoding.structural_tag": lambda request: request.guided.HasField("structural_tag"),
-}
+_UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {}
+"""Fields of the API that are refused, by \"Message.field\": none now."""
 
 UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
 

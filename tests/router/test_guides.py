@@ -16,7 +16,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.request.finish import finish_from_tokens
 from decant.router.text import guide_check
 from decant.router.text.guide_check import GuideCheck
-from decant.runtime.errors import InvalidArgument, Unimplemented
+from decant.runtime.errors import InvalidArgument
 from tests.router.factories import model, valid
 from tests.router.tokenizer_factories import MADE, folder
 
@@ -95,11 +95,6 @@ async def test_what_contradicts_a_guide_is_refused_by_its_field(fields: dict[str
         await valid(**fields)
     assert refused.value.detail.violation is not None
     assert refused.value.detail.violation.field == field
-
-
-async def test_structural_tags_are_refused_as_not_implemented() -> None:
-    with pytest.raises(Unimplemented, match=r"GuidedDecoding\.structural_tag"):
-        await valid(guided=Guided(structural_tag="{}"))
 
 
 @pytest.mark.slow
