@@ -33,7 +33,7 @@ from decant.engine.backends import make_backend
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeAdapters
-from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
+from decant.engine.kv_layout import FULL, KvFormat, KvLayout, LayerSpec
 from decant.engine.model.backend import Backend
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import BlockMemory, Device, DeviceMemory, StepPlan, StepResult
@@ -95,7 +95,7 @@ class NullModel(torch.nn.Module):
 class LaidOutDevice(NullDevice):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        layout = KvLayout((LayerSpec(1, 1, 1),), BLOCK_SIZE, 4)
+        layout = KvLayout((LayerSpec(1, 1, 1),), BLOCK_SIZE, KvFormat(4))
         self.backend = make_backend(torch.device("cpu"))
         store = self.backend.make_store(layout, num_blocks, torch.float32)
         self._runner = ModelRunner(NullModel(), store, (), frozenset(), self.backend)

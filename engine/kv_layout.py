@@ -1,7 +1,8 @@
 """Memory layout of a block: its layers contiguous, so that a handoff moves blocks, not layers.
 
-block   [ layer 0: k | v ][ layer 1: k | v ] ...
+block   [ layer 0: k | v | scales ][ layer 1: k | v | scales ] ...
 k, v    [ slot 0 .. block_size - 1 ][ kv head ][ head dim ]
+scales  [ slot 0 .. block_size - 1 ][ kv head ] of k, then of v; only in a ``KvFormat`` that has them
 
 A block has the layers of one cache group; blocks of all groups have the same size and share one pool::
 
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal, get_args
 
 BLOCK_SIZE = 16
 """Default tokens in a block."""
@@ -88,6 +90,35 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How a key or a value of one token and head is stored: its numbers, and a scale that they are multiplied with.
+
+    itemsize     bytes of a number
+    scale_bytes  bytes of the scale; 0: there is none
+    """
+
+    itemsize: int
+    scale_bytes: int = 0
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the numbers are codes, which only their scale makes keys and values."""
+        return self.scale_bytes > 0
+
+    def scale_elements(self, spec: LayerSpec) -> int:
+        """Elements, each of ``itemsize`` bytes, that the scales of a slot take."""
+        return 2 * spec.kv_heads * self.scale_bytes // self.itemsize
+
+
+INT8_KV = KvFormat(itemsize=1, scale_bytes=2)
+"""Whole numbers from -127 to 127. The scale, a bfloat16, makes 127 the largest number of the key or value."""
+
+KvDtype = Literal["auto", "int8"]
+"""``auto``: keys and values in the dtype of the model."""
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroup:
     window: Window
     layers: tuple[int, ...]
@@ -103,12 +134,17 @@ class KvLayout:
 
     layers: tuple[LayerSpec, ...]
     block_size: int
-    itemsize: int
+    format: KvFormat
+
+    @cached_property
+    def slot_elements(self) -> tuple[int, ...]:
+        """Elements of a token in each layer, scales included."""
+        return tuple(spec.slot_elements + self.format.scale_elements(spec) for spec in self.layers)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """Cache groups, widest window first."""
-        return _group(self.layers)
+        return _group(self.layers, self.slot_elements)
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
@@ -121,28 +157,31 @@ class KvLayout:
 
     @cached_property
     def block_elements(self) -> int:
-        return self.block_size * max(_slot_elements(self.layers, group.layers) for group in self.groups)
+        return self.block_size * max(_total(self.slot_elements, group.layers) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        return self.block_elements * self.itemsize
+        return self.block_elements * self.format.itemsize
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each layer's keys in a block of its group, in elements."""
         offsets = dict[int, int]()
         for group in self.groups:
-            sizes = (self.block_size * self.layers[layer].slot_elements for layer in group.layers)
+            sizes = (self.block_size * self.slot_elements[layer] for layer in group.layers)
             offsets.update(zip(group.layers, accumulate(sizes, initial=0), strict=False))
         return tuple(offsets[layer] for layer in range(len(self.layers)))
 
 
-def _slot_elements(specs: Sequence[LayerSpec], layers: Sequence[int]) -> int:
-    return sum(specs[layer].slot_elements for layer in layers)
+def _total(sizes: Sequence[int], layers: Sequence[int]) -> int:
+    return sum(sizes[layer] for layer in layers)
 
 
-def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
-    """Groups of about equal size, with the least unused memory in blocks of the widest window, then of the next."""
+def _group(specs: Sequence[LayerSpec], sizes: Sequence[int]) -> tuple[CacheGroup, ...]:
+    """Groups of about equal size, with the least unused memory in blocks of the widest window, then of the next.
+
+    ``sizes`` are the elements of a token in each layer.
+    """
     kinds: dict[Window, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec.window, []).append(layer)
@@ -151,13 +190,12 @@ def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
     )
     best: list[list[list[int]]] = []
     fewest: tuple[int, ...] = ()
-    for size in sorted(set(_sizes(specs, list(kinds.values()))), reverse=True):
-        divided = [_divide(specs, layers, size) for _, layers in ordered]
+    for size in sorted(set(_group_sizes(sizes, list(kinds.values()))), reverse=True):
+        divided = [_divide(sizes, layers, size) for _, layers in ordered]
         if sum(map(len, divided)) > max(MAX_GROUPS, len(kinds)):
             break  # so do all smaller sizes
         unused = tuple(
-            len(parts) * size - _slot_elements(specs, layers)
-            for parts, (_, layers) in zip(divided, ordered, strict=True)
+            len(parts) * size - _total(sizes, layers) for parts, (_, layers) in zip(divided, ordered, strict=True)
         )
         if not best or unused < fewest:
             best, fewest = divided, unused
@@ -166,20 +204,20 @@ def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
     )
 
 
-def _sizes(specs: Sequence[LayerSpec], kinds: Sequence[Sequence[int]]) -> Iterator[int]:
-    least = max(spec.slot_elements for spec in specs)
+def _group_sizes(sizes: Sequence[int], kinds: Sequence[Sequence[int]]) -> Iterator[int]:
+    least = max(sizes)
     for layers in kinds:
         for count in range(1, len(layers) + 1):
             parts = [layers[at : at + count] for at in range(0, len(layers), count)]
-            size = max(_slot_elements(specs, part) for part in parts)
+            size = max(_total(sizes, part) for part in parts)
             if size >= least:
                 yield size
 
 
-def _divide(specs: Sequence[LayerSpec], layers: Sequence[int], size: int) -> list[list[int]]:
+def _divide(sizes: Sequence[int], layers: Sequence[int], size: int) -> list[list[int]]:
     parts: list[list[int]] = [[]]
     for layer in layers:
-        if _slot_elements(specs, [*parts[-1], layer]) > size:
+        if _total(sizes, [*parts[-1], layer]) > size:
             parts.append([])
         parts[-1].append(layer)
     return parts

@@ -27,6 +27,9 @@ def load(
     """
     progress(0)
     backend = backend or choose_backend(config)
+    if config.kv_dtype != "auto" and not backend.reads_kv_codes:
+        limit = f"auto on the device {backend.device} with Triton kernels, which read no codes; or cuda_kernels none"
+        raise InvalidConfig("kv_dtype", limit, config.kv_dtype)
     source = checkpoint.open(config.model, config.revision)
     if config.quantize is not None:
         _check_quantize(config.quantize, source, backend)
@@ -42,6 +45,7 @@ def load(
 
     def layout_hash(layout: KvLayout) -> str:
         dtypes = f"{dtype}" if config.quantize is None else f"{dtype} from {config.quantize}"
+        dtypes += "" if config.kv_dtype == "auto" else f" with KV in {config.kv_dtype}"
         return checkpoint.layout_hash(weights, layout, context_length, dtypes, backend.identity)
 
     check_files = partial(weights.check_unchanged, source.name)

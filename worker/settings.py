@@ -71,6 +71,11 @@ class WorkerSettings(MemberSettings):
         description="kernels of a CUDA device; none: torch alone; triton: own kernels, of which torch replaces those "
         "that fail a trial at start; auto: triton where it is installed and supports the GPU",
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="keys and values in the KV cache; auto: in the dtype of the model; int8: in 8 bits, with a scale "
+        "for each token and head, not with triton on CUDA",
+    )
     quantize: Literal["int8", "int4"] | None = Field(
         default=None,
         description="on a CPU: quantize linear layers and the head while they are loaded; int8: a scale for "

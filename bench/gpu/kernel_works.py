@@ -19,7 +19,7 @@ from bench.gpu.timing import Call
 from decant.engine.cuda import attention, dependent_launch, exact, fused_layer, sampler, sampler_kernels, skinny
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import most_items
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -154,7 +154,9 @@ class Kernels:
     ) -> tuple[Any, list[AttentionCall]]:
         shape, each = self.shape, -(-max(end for _, end in spans) // block)
         spec = LayerSpec(shape.kv_heads, shape.width, shape.width)
-        store = KvStore(KvLayout((spec,) * layers, block, BF16.itemsize), each * len(spans), BF16, self.device)
+        store = KvStore(
+            KvLayout((spec,) * layers, block, KvFormat(BF16.itemsize)), each * len(spans), BF16, self.device
+        )
         for part in store.blocks.split(512):
             part.normal_()
         order = np.random.default_rng(0).permutation(store.num_blocks).astype(np.int32)

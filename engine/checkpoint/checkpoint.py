@@ -265,7 +265,7 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 
 
 def layout_hash(weights: Digests, layout: KvLayout, context_length: int, dtypes: str, backend: tuple[str, str]) -> str:
-    """``dtypes`` names the dtype, and what weights are quantized to while they are loaded."""
+    """``dtypes`` names the dtype, what weights are quantized to while they are loaded, and how keys are stored."""
     facts = [
         str(layout),
         str(context_length),

@@ -73,6 +73,7 @@ class CudaBackend(TorchBackend):
     """
 
     block_size = TILE  # the keys of a tile are in one block
+    reads_kv_codes = False
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
@@ -177,7 +178,7 @@ def try_attention(
 def _attend(
     make: Attention, spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    one = KvLayout((spec,), layout.block_size, layout.itemsize)
+    one = KvLayout((spec,), layout.block_size, layout.format)
     count = -(-max(end for _, end in TRIAL_SPANS) // layout.block_size)
     store = KvStore(one, count * len(TRIAL_SPANS), dtype, device)
     generator = torch.Generator().manual_seed(0)

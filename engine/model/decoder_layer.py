@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, attending, current
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -158,7 +158,7 @@ class Trial:
         return layer if agrees(self.run(layer), expected) else None
 
     def run(self, forward: Forward) -> TrialResult:
-        layout = KvLayout((self._spec,), self.block_size, self.rows.dtype.itemsize)
+        layout = KvLayout((self._spec,), self.block_size, KvFormat(self.rows.dtype.itemsize))
         store = KvStore(layout, 1, self.rows.dtype, self.rows.device)
         attention = self._make_attention(
             store, [AttentionWindow()], flatten(self._step, self.block_size, store.null_block)

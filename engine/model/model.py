@@ -12,7 +12,7 @@ from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.checkpoint.quantize import QUANTIZATIONS, Quantization
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_int
-from decant.engine.kv_layout import KvLayout, Window
+from decant.engine.kv_layout import INT8_KV, KV_DTYPES, KvDtype, KvFormat, KvLayout, Window
 from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.adapters import NO_ADAPTERS, ModelAdapters
@@ -49,6 +49,7 @@ class ModelConfig:
     block_size      in tokens: a power of two of at most 128; None: what the backend's kernels are fastest with
     eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
     cuda_kernels    "none": torch alone; "triton": own kernels; "auto": own kernels where triton runs
+    kv_dtype        how blocks store keys and values; "auto": in ``dtype``; "int8": in 8 bits, with a scale for each
     quantize        what to quantize linear layers to while they are loaded, the head among them; None: as they are
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     adapters        whether adapters can be added to the device
@@ -65,6 +66,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int] = frozenset()
     cuda_kernels: CudaKernels = "auto"
     exact: bool = False
+    kv_dtype: KvDtype = "auto"
     quantize: Quantization | None = None
     adapters: bool = False
     step_sizes: StepSizes = field(default_factory=StepSizes)
@@ -74,6 +76,10 @@ class ModelConfig:
             raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
         if self.quantize is not None and self.quantize not in QUANTIZATIONS:
             raise InvalidConfig("quantize", f"one of {', '.join(QUANTIZATIONS)}", self.quantize)
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfig("kv_dtype", f"one of {', '.join(KV_DTYPES)}", self.kv_dtype)
+        if self.kv_dtype != "auto" and self.block_size == 1:
+            raise InvalidConfig("block_size", f"at least 2 with kv_dtype {self.kv_dtype}", self.block_size)
         if self.block_size is not None:
             check_int("block_size", self.block_size, minimum=1)
             if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
@@ -187,7 +193,8 @@ def make_device(
     progress(60)
     layer_windows, specs = learn_attention(model, name, context_length)
     progress(70)
-    layout = KvLayout(specs, config.block_size or backend.block_size, dtype.itemsize)
+    kv_format = INT8_KV if config.kv_dtype == "int8" else KvFormat(dtype.itemsize)
+    layout = KvLayout(specs, config.block_size or backend.block_size, kv_format)
     if config.kv_bytes is not None and config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, name, context_length, backend)

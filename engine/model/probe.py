@@ -25,7 +25,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from decant.engine.errors import ModelRefused
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.library_errors import refuse_model_on_error
 from decant.engine.model.attention.interface import NAME, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow, Recorder, mask_markers
@@ -39,6 +39,9 @@ LENGTHS = (22, 13, 9)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.004}
 """Root mean square difference that rounding explains, relative to the logits' spread."""
+
+CODED_TOLERANCE = 0.1
+"""The same with keys and values in 8 bits, in any dtype."""
 
 OTHER_EXPERTS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
 """The same of one sequence, some of whose tokens may have other experts."""
@@ -206,7 +209,7 @@ def check_attention(
     subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], reference: Reference
 ) -> float:
     """Return the largest difference in float32 relative to the logits' spread. Raises ModelRefused."""
-    float32_layout = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
+    float32_layout = KvLayout(layout.layers, layout.block_size, KvFormat(torch.float32.itemsize))
     name, rows = subject.name, subject.rows(layout)
     with refuse_model_on_error(name, "a step of several sequences failed"), _in_float32(subject.model):
         batched = _batched_logits(_runner(subject, float32_layout, layer_windows, rows, torch.float32), rows)
@@ -235,7 +238,11 @@ def probe(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionW
     mixed = max(_median([_differences(one, other) for one, other in others]) for others in pairs)
     if not mixed < NEIGHBOURS[dtype] or (subject.backend.exact >= PARTS and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
-    _check_rounding(name, dtype, list(map(_differences, batched, reference.logits)), reference.noise)
+    rounded = list(map(_differences, batched, reference.logits))
+    if layout.format.is_coded:
+        _check_codes(name, rounded)
+    else:
+        _check_rounding(name, dtype, rounded, reference.noise)
     return exact
 
 
@@ -252,6 +259,13 @@ def probe_step(
         return runner.logits([rows[-1], *rows[:-1]], np.cumsum([lengths[-1], *lengths[:-1]]) - 1)
 
     return run, sum(lengths)
+
+
+def _check_codes(name: str, rounded: Sequence[torch.Tensor]) -> None:
+    """Raise ModelRefused where keys and values in few bits change the logits too much."""
+    if not (typical := _median(rounded)) < CODED_TOLERANCE:
+        reason = f"its logits differ from float32 by {typical:.2g} of their spread (at most {CODED_TOLERANCE})"
+        raise ModelRefused(name, f"its KV cache can't be in int8: {reason}; set kv_dtype to auto")
 
 
 def _check_rounding(

@@ -1,10 +1,12 @@
-"""A deployment of quantized weights, which is split and loses a worker, gives the text that one engine gives alone."""
+"""A deployment of quantized weights and KV caches, which is split and loses workers, gives the text of one engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -19,7 +21,7 @@ from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.model_files import local_folder
 from tests import gguf_files
 from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, join_messages, open_stub
-from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, deployment
 from tests.e2e.test_killed_workers import PROMPT, owner_of_a_run
 from tests.engine import tiny
 
@@ -29,27 +31,32 @@ TOKENS = 600
 
 
 def alone() -> list[int]:
-    config = ModelConfig(str(models.path()), dtype="bfloat16", device="cpu", kv_bytes=32 << 20, quantize="int4")
+    kinds: Any = {"quantize": "int4", "kv_dtype": "int8"}
+    config = ModelConfig(str(models.path()), dtype="bfloat16", device="cpu", kv_bytes=32 << 20, **kinds)
     engine = Engine(load(config), Limits(context_length=2048))
     prompt = tuple(TOKENIZER.encode(PROMPT).ids)
     return tiny.run(engine, [Request("r", prompt, stop=StopParams(max_tokens=TOKENS, ignore_eos=True))]).tokens["r"]
 
 
-async def failed_over(stub: InferenceServiceStub, running: Deployment) -> Answer:
-    """Generate TOKENS tokens, and kill the decode worker that writes them."""
+async def interrupted(stub: InferenceServiceStub, running: Deployment, interrupt: Callable[[Process], None]) -> Answer:
+    """Generate TOKENS tokens, and interrupt the decode worker that writes them."""
     request = generate_request(PROMPT, max_tokens=TOKENS)
     request.stopping.ignore_eos = True
-    messages, killed = [], None
+    messages, owner = [], None
     async for message in stub.GenerateStream(request, timeout=PATIENCE_S):
         messages.append(message)
-        if killed is None and message.seq > 10 and (killed := await owner_of_a_run(running)):
-            killed.process.kill()
-            running.workers.remove(killed)
-    return join_messages(messages)
+        if owner is None and message.seq > 10 and (owner := await owner_of_a_run(running)):
+            interrupt(owner.process)
+            running.workers.remove(owner)
+    answer = join_messages(messages)
+    assert owner is not None
+    assert not answer.receipt.decode_worker.endswith(f"-{owner.process.pid}")
+    return answer
 
 
-async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split_and_failover() -> None:
-    with deployment(decode=2, dtype="bfloat16", worker=(*SMALL_KV, "--quantize", "int4")) as running:
+async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split_drain_and_failover() -> None:
+    kinds = ("--quantize", "int4", "--kv-dtype", "int8")
+    with deployment(decode=3, dtype="bfloat16", worker=(*SMALL_KV, *kinds)) as running:
         channel, stub = open_stub(running.address)
         async with channel:
             answer = await ask(stub, generate_request(PROMPT, max_tokens=8))
@@ -57,14 +64,17 @@ async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split
             expected = await asyncio.to_thread(alone)
             assert len(expected) == TOKENS
             assert expected[:8] == answer.ids
-            answer = await failed_over(stub, running)
-            assert answer.receipt.attempts == 2
-            assert answer.ids == expected
+            for interrupt, attempts in ((Process.ask_to_end, 1), (Process.kill, 2)):
+                answer = await interrupted(stub, running, interrupt)
+                assert answer.receipt.attempts == attempts
+                assert answer.ids == expected
         await asyncio.to_thread(running.settled)
 
 
-async def test_workers_whose_formats_differ_exchange_no_caches() -> None:
-    with deployment(worker=(*SMALL_KV, "--quantize", "int4"), prefill_worker=("--quantize", "int8")) as running:
+@pytest.mark.parametrize("kinds", [("--quantize", "int4", "int8"), ("--kv-dtype", "int8", "auto")], ids=str)
+async def test_workers_whose_formats_differ_exchange_no_caches(kinds: tuple[str, str, str]) -> None:
+    option, one, other = kinds
+    with deployment(worker=(*SMALL_KV, option, one), prefill_worker=(option, other)) as running:
         channel, stub = open_stub(running.address)
         async with channel:
             answer = await ask(stub, generate_request(PROMPT, max_tokens=8))

@@ -18,7 +18,7 @@ import torch
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.sampler import NativeSampler
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -38,7 +38,7 @@ def drawing(kernels: ModuleType, size: int) -> Work:
 
 
 def attending(kernels: ModuleType, width: int) -> Work:
-    store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
+    store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, KvFormat(4)), 20, torch.float32, torch.device("cpu"))
     tokens = list(range(256))
     rows = [Row(Request("r", (0,)), tokens, 0, 256, (array("i", range(16)),), True)]
     attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.null_block))

@@ -87,15 +87,17 @@ DEVICES = [
     *[f"small {dtype} torch" for dtype in ("bfloat16", "float32") if KERNELS],
     *[f"gelu {dtype} native" for dtype in ("bfloat16", "float32")],
     *[f"{shape} {dtype} native" for shape in ("dbrx", "jetmoe") for dtype in ("bfloat16", "float32")],
+    *[f"small bfloat16 {kernels} int8" for kernels in ("native", *["torch"] * bool(KERNELS))],
 ]
+"""Shape, dtype and kernels, and the dtype of keys and values if it is another."""
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> ModelDevice:
-    shape, dtype, kernels = request.param.split()
+    shape, dtype, kernels, *kv = request.param.split()
     path = str(models.path()) if shape == "committed" else request.getfixturevalue(shape)
     backend = CpuBackend() if kernels == "torch" else make_cpu_backend()
-    return load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20), backend=backend)
+    return load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20, kv_dtype="int8" if kv else "auto"), backend=backend)
 
 
 def tokens(length: int, seed: int, vocabulary: int) -> list[int]:
@@ -135,7 +137,7 @@ class Bench:
         return torch.cat([self.step((index, start, end))[index] for start, end in pairwise(starts)])
 
     def forget(self) -> None:
-        self.device.store.blocks.fill_(float("nan"))
+        self.device.store.blocks.view(torch.uint8).fill_(255)  # NaN in any dtype
 
 
 LENGTHS = [200, 1, 130, 17, 64, 128, 33, 300]

@@ -15,7 +15,7 @@ from decant.engine.cpu import kv_store as host_store
 from decant.engine.cpu.huge_pages import ARENA, Arena, zeros
 from decant.engine.cpu.kv_store import HostKvStore
 from decant.engine.errors import InvalidConfig
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.model import kv_store
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
@@ -93,7 +93,7 @@ def test_the_first_blocks_are_memory_once_a_store_is_prefaulted_and_the_others_a
 ) -> None:
     mib = 1 << 20
     monkeypatch.setattr(kv_store, "PREFAULT_BYTES", 32 * mib)
-    layout = KvLayout((LayerSpec(4, 64, 64),), 16, 4)
+    layout = KvLayout((LayerSpec(4, 64, 64),), 16, KvFormat(4))
     store = HostKvStore(layout, 128 * mib // layout.block_bytes, torch.float32, torch.device("cpu"))
     assert resident(store.blocks) < 4 * mib
     store.prefault()
@@ -106,7 +106,7 @@ def test_a_cache_that_can_not_be_allocated_is_refused_by_its_setting(monkeypatch
         raise MemoryError
 
     monkeypatch.setattr(host_store, "zeros", allocate)
-    layout = KvLayout(layers=(LayerSpec(1, 8, 8),), block_size=4, itemsize=2)
+    layout = KvLayout(layers=(LayerSpec(1, 8, 8),), block_size=4, format=KvFormat(2))
     with pytest.raises(InvalidConfig, match="kv_bytes: what cpu can allocate beside the weights, got 384"):
         HostKvStore(layout, 3, torch.bfloat16, torch.device("cpu"))
 

@@ -23,7 +23,7 @@ from decant.engine.cpu.fused_ops import RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import loader as native
 from decant.engine.cpu.kernels.loader import KERNELS
-from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
+from decant.engine.kv_layout import INT8_KV, KvFormat, KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -139,7 +139,8 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     kv_heads, group, dims = draw(st.integers(1, 3)), draw(st.integers(1, 3)), st.sampled_from([2, 5, 8, 16, 24])
     key_dim, value_dim, dtype = draw(dims), draw(dims), draw(st.sampled_from(DTYPES))
     rows = draw(st.lists(any_row(), min_size=1, max_size=2))
-    store = KvStore(KvLayout((LayerSpec(kv_heads, key_dim, value_dim),), BLOCK, dtype.itemsize), BLOCKS, dtype, CPU)
+    form = INT8_KV if draw(st.booleans()) else KvFormat(dtype.itemsize)
+    store = KvStore(KvLayout((LayerSpec(kv_heads, key_dim, value_dim),), BLOCK, form), BLOCKS, dtype, CPU)
     try:
         flat = flatten(build(kernels), rows, BLOCK, store.null_block)
     except REFUSED:
@@ -196,7 +197,7 @@ sampler = make_backend(CPU).sampler
 def test_attention_names_the_operand_that_does_not_fit(
     kernels: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
+    store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, KvFormat(4)), BLOCKS, torch.float32, CPU)
     row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, (array("i", [0]),), True)
     attention = NativeAttention(build(kernels), store, [AttentionWindow()], flatten(build(kernels), [row], BLOCK, 99))
     parts = {"query": torch.zeros(1, 4, 3, 8), "key": torch.zeros(1, 2, 3, 8), "value": torch.zeros(1, 2, 3, 8)}

@@ -10,7 +10,7 @@ import torch
 
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels.loader import KERNELS
-from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
+from decant.engine.kv_layout import INT8_KV, KvFormat, KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -48,13 +48,15 @@ SHAPES = [
     Shape(1, 160, 8, 8, sinks=True),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+CODED = pytest.mark.parametrize("is_coded", [False, True], ids=["plain", "int8"])
 
 
 class AttentionInputs:
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, is_coded: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
         self.shape = shape
-        layout = KvLayout((LayerSpec(shape.kv_heads, shape.key_dim, shape.value_dim),) * 2, BLOCK, dtype.itemsize)
+        spec = LayerSpec(shape.kv_heads, shape.key_dim, shape.value_dim)
+        layout = KvLayout((spec,) * 2, BLOCK, INT8_KV if is_coded else KvFormat(dtype.itemsize))
         self.store = KvStore(layout, 64, dtype, torch.device("cpu"))
         self.query, self.key, self.value = (
             torch.randn(1, heads, LENGTH, dim, generator=generator).to(dtype)
@@ -111,8 +113,11 @@ def threads() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_equals_plain_products_and_writes_the_same_cache(shape: Shape, dtype: torch.dtype) -> None:
-    plain, native = AttentionInputs(shape, dtype), AttentionInputs(shape, dtype)
+@CODED
+def test_attention_equals_plain_products_and_writes_the_same_cache(
+    is_coded: bool, shape: Shape, dtype: torch.dtype
+) -> None:
+    plain, native = (AttentionInputs(shape, dtype, is_coded=is_coded) for _ in range(2))
     tolerance = 2e-6 if dtype == torch.float32 else 2**-7
     for pieces in ([(0, 0, 70), (1, 0, 1)], [(0, 70, 71), (1, 1, 200)], [(0, 71, LENGTH), (1, 200, 201)]):
         expected, found = plain.step(PagedAttention, *pieces), native.step(NativeAttention, *pieces)
@@ -123,16 +128,18 @@ def test_attention_equals_plain_products_and_writes_the_same_cache(shape: Shape,
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [NativeAttention, PagedAttention])
+@pytest.mark.parametrize(
+    ("kind", "is_coded"), [(NativeAttention, False), (NativeAttention, True), (PagedAttention, False)]
+)
 def test_a_row_has_the_same_bits_in_any_chunks_batch_and_threads(
-    kind: type, shape: Shape, dtype: torch.dtype, threads: None
+    kind: type, is_coded: bool, shape: Shape, dtype: torch.dtype, threads: None
 ) -> None:
     torch.set_num_threads(1)
-    inputs = AttentionInputs(shape, dtype)
+    inputs = AttentionInputs(shape, dtype, is_coded=is_coded)
     whole = inputs.step(kind, (0, 0, LENGTH))
     for size in (1, 7, 48, 129):
         torch.set_num_threads(1 + size % 3)
-        inputs.store.blocks.fill_(float("nan"))  # nothing leans on what lay there
+        inputs.store.blocks.view(torch.uint8).fill_(255)  # NaN: nothing depends on what was there
         starts = SINGLE if size == 1 else range(0, LENGTH, size)
         for first, end in pairwise([*starts, LENGTH]):
             both = inputs.step(kind, (0, first, end), (1, 0, 5))
@@ -140,8 +147,9 @@ def test_a_row_has_the_same_bits_in_any_chunks_batch_and_threads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_reaches_exactly_the_rows_that_see_it(dtype: torch.dtype) -> None:
-    inputs = AttentionInputs(SHAPES[0], dtype)
+@CODED
+def test_nan_reaches_exactly_the_rows_that_see_it(is_coded: bool, dtype: torch.dtype) -> None:
+    inputs = AttentionInputs(SHAPES[0], dtype, is_coded=is_coded)
     inputs.key[0, 0, 10, 3] = float("nan")
     out = inputs.step(NativeAttention, (0, 0, LENGTH))
     assert not out[:10].isnan().any()

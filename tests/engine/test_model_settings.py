@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
         ("device", "meta", "of this machine"),
         ("device", "cuda:99", "of this machine"),
         ("device", "cpu:1", "of this machine"),
+        ("kv_dtype", "fp8", "one of auto, int8"),
         ("block_size", 24, "power of two"),
         ("block_size", 256, "at most 128"),
         ("block_size", 16.0, "a whole number"),
@@ -48,6 +49,11 @@ def test_a_refused_setting_names_field_limit_and_value(field, value, limit, llam
         serve(llama, **{"dtype": "float32", name: value})
     assert (refused.value.field, refused.value.value) == (field, value)
     assert limit in refused.value.limit
+
+
+def test_codes_need_two_slots_for_their_scales(llama):
+    with pytest.raises(InvalidConfig, match="block_size: at least 2 with kv_dtype int8, got 1"):
+        serve(llama, kv_dtype="int8", block_size=1)
 
 
 @pytest.mark.parametrize(("name", "there"), [("cuda", True), ("cuda:1", True), ("cuda:2", False)])
@@ -116,7 +122,9 @@ def test_a_layout_is_equal_for_equal_checkpoints_and_settings(llama, copy):
     assert serve(llama, kv_bytes=1 << 19).layout_hash == serve(llama).layout_hash
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"context_length": 128}, {"block_size": 32}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"context_length": 128}, {"block_size": 32}, {"kv_dtype": "int8"}], ids=str
+)
 def test_a_layout_differs_with_what_makes_blocks_or_bits_differ(settings, llama):
     assert serve(llama, **settings).layout_hash != serve(llama).layout_hash
 

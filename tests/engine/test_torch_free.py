@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.fake import CANDIDATES, WEIGHTS, FakeDevice, candidates, slot_bytes
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.plan import Row, StepPlan
 from decant.engine.request import SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
@@ -241,6 +241,6 @@ def test_a_fake_vocabulary_with_one_allowed_token_works() -> None:
 
 
 def test_a_block_is_one_run_across_all_layers() -> None:
-    layout = KvLayout((LayerSpec(2, 4, 4), LayerSpec(1, 8, 2)), block_size=16, itemsize=2)
+    layout = KvLayout((LayerSpec(2, 4, 4), LayerSpec(1, 8, 2)), block_size=16, format=KvFormat(2))
     assert layout.offsets == (0, 256)
     assert (layout.block_elements, layout.block_bytes) == (416, 832)

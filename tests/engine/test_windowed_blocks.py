@@ -10,7 +10,7 @@ from decant.engine.blocks import BlockPool
 from decant.engine.engine import Engine
 from decant.engine.errors import OutOfBlocks
 from decant.engine.fake import FakeDevice
-from decant.engine.kv_layout import FULL, KvLayout, LayerSpec, Window, WindowKind
+from decant.engine.kv_layout import FULL, KvFormat, KvLayout, LayerSpec, Window, WindowKind
 from tests.engine.factories import (
     BLOCK,
     CONTEXT_LENGTH,
@@ -201,7 +201,7 @@ def spec(window: Window, heads: int = 1) -> LayerSpec:
 )
 def test_layers_form_groups_of_about_equal_size(pattern: str, layers: int, groups: list[int]) -> None:
     specs = [spec(FULL if pattern[layer % len(pattern)] == "F" else SLIDING) for layer in range(layers)]
-    layout = KvLayout(tuple(specs), 16, 2)
+    layout = KvLayout(tuple(specs), 16, KvFormat(2))
     assert [len(group.layers) for group in layout.groups] == groups
     assert layout.block_bytes == max(groups) * 16 * 16 * 2
     for group in layout.groups:
@@ -213,7 +213,7 @@ def test_layers_form_groups_of_about_equal_size(pattern: str, layers: int, group
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([FULL, SLIDING, CHUNKED])), min_size=1, max_size=40))
 def test_every_layer_has_an_offset_of_its_own_in_a_group(kinds: list[tuple[int, Window]]) -> None:
-    layout = KvLayout(tuple(spec(window, heads) for heads, window in kinds), 4, 2)
+    layout = KvLayout(tuple(spec(window, heads) for heads, window in kinds), 4, KvFormat(2))
     assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(kinds)))
     assert len(layout.groups) <= 8
     for group in layout.groups:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from decant.bench.model_shapes import SHAPES
 from decant.engine.blocks import BlockPool
-from decant.engine.kv_layout import KvLayout, LayerSpec, Window, WindowKind
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec, Window, WindowKind
 from decant.plan.capacity.devices import PRESETS
 from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import ModelShape, find_shape, parse_shape, read_shape
@@ -59,7 +59,7 @@ QWEN3_30B_A3B = {
 
 
 def kv_layout(token_bytes: int, block_size: int = 16) -> KvLayout:
-    return KvLayout((LayerSpec(1, token_bytes, 0),), block_size, itemsize=1)
+    return KvLayout((LayerSpec(1, token_bytes, 0),), block_size, KvFormat(1))
 
 
 def shape_of(config: Mapping[str, Any], folder: Path) -> ModelShape:
@@ -101,7 +101,7 @@ def test_windows_of_layers_are_those_of_the_model(
 def test_a_sequence_of_full_and_windowed_layers_takes_the_blocks_of_the_engine_s_groups(length: int) -> None:
     sliding = Window(WindowKind.SLIDING, 128)
     layers = (LayerSpec(8, 64, 64, sliding), LayerSpec(8, 64, 64)) * 12
-    layout = KvLayout(layers, 16, itemsize=2)
+    layout = KvLayout(layers, 16, KvFormat(2))
     kv_capacity = KvCapacity(40 * GIB, 10 * GIB, layout)
     pool = BlockPool(1, layout.block_size, layout.windows)
     assert kv_capacity.sequence_bytes(length) == pool.blocks_at_once(pool.blocks_for(length)) * layout.block_bytes

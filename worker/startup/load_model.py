@@ -72,6 +72,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
         eos_token_ids=frozenset(files.eos_token_ids),
         cuda_kernels=settings.cuda_kernels,
         exact=settings.exact,
+        kv_dtype=settings.kv_dtype,
         quantize=settings.quantize,
         adapters=bool(settings.adapters),
         step_sizes=StepSizes(
@@ -83,7 +84,13 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
     _log.info("loading", model=settings.model, kernels=backend.kind, threads=threads)
     with _reporting(transformers_logging.set_tqdm_hook, HASHED, READ):
         device = load(config, _report, backend)
-    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=backend.fused_layers(device.model))
+    _log.info(
+        "loaded",
+        layers=len(device.store.layout.layers),
+        layers_in_one_call=backend.fused_layers(device.model),
+        kv_dtype=settings.kv_dtype,
+        block_bytes=device.block_bytes,
+    )
     if settings.threads is None:
         threads = backend.choose_threads(device, threads)
     device.costs = calibration.measure(device)

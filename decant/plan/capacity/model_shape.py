@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decant.engine.kv_layout import BLOCK_SIZE, KvLayout, LayerSpec
+from decant.engine.kv_layout import BLOCK_SIZE, INT8_KV, KvFormat, KvLayout, LayerSpec
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import parse_count
 
@@ -63,10 +63,11 @@ class ModelShape:
 
     def kv_bytes(self, kv_dtype: str) -> int:
         """Return the KV bytes of a token in all layers."""
-        return int(sum(layer.slot_elements for layer in self.layers) * BYTES[kv_dtype])
+        layout = self.kv_layout(kv_dtype)
+        return sum(layout.slot_elements) * layout.format.itemsize
 
     def kv_layout(self, kv_dtype: str) -> KvLayout:
-        return KvLayout(self.layers, BLOCK_SIZE, int(BYTES[kv_dtype]))
+        return KvLayout(self.layers, BLOCK_SIZE, INT8_KV if kv_dtype == "int8" else KvFormat(int(BYTES[kv_dtype])))
 
     def document(self) -> dict[str, Any]:
         """Return the shape for JSON, with layers of equal KV counted."""

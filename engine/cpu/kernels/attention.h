@@ -10,6 +10,9 @@
 // Both products are float32. They are bfloat16 (PAIRED) if the CPU multiplies bfloat16 and all inputs are bfloat16;
 // then weights are rounded, and the rounded weights are summed.
 //
+// CODED keys and values are codes of one byte, each exact as a float32 and as a bfloat16, with a scale. Products are of
+// codes; scores are multiplied with the scales of their keys, and weights with those of their values.
+//
 // Tiles begin at multiples of TILE, a row's chains cover whole tiles, and a key that a row does not see has weight
 // zero. So a row's bits depend on its own position only, not on the rows that are computed with it.
 #pragma once
@@ -22,6 +25,7 @@
 #include <vector>
 
 #include "call.h"
+#include "kv_slots.h"
 #include "small_batch_attention.h"
 #include "simd_bf16.h"
 #include "gemm.h"
@@ -35,22 +39,24 @@ constexpr long MANY = 8;    // items per thread from which a thread takes severa
 constexpr float LOWEST = -1e30f;  // a running maximum below any score, and finite
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
-template <class T, bool PAIRED>
+template <class T, bool PAIRED, bool CODED>
 class Attention {
     using Element = typename T::Element;
+    using Slots = KvSlots<T, CODED>;
+    using Stored = typename Slots::Stored;
     using Multiplied = std::conditional_t<PAIRED, BFloat16, Float32>;
     using Factor = typename Multiplied::Factor;
     using Word = typename Multiplied::Word;
 
 public:
     Attention(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query)
-        : cache(cache), written(written), step(step), call(call), half_query(half_query),
+        : cache(cache), slots(cache, step), written(written), step(step), call(call), half_query(half_query),
           group(call.heads / cache.kv_heads),
           panels((cache.value_dim + WIDTH - 1) / WIDTH), length(steps<Multiplied>(cache.key_dim)),
           score_scale(PAIRED && call.softcap == 0 ? call.scaling : 1) {}
 
     void run(int threads) const {
-        write();
+        slots.write(written, call);
         long longest = 1;
         for (long s = 0; s < step.sequences; s++) longest = std::max<long>(longest, step.count(s));
         long positions = std::min(longest, std::max(1L, ROWS / group));
@@ -98,20 +104,21 @@ private:
 
     // Addresses of some of an item's keys and values.
     struct Tile {
-        const Element *keys[TILE], *values[TILE];
+        const Stored *keys[TILE], *values[TILE];
+        const uint16_t *key_scales[CODED ? TILE : 1], *value_scales[CODED ? TILE : 1];
         long count;
     };
 
     struct Scratch {
         std::vector<Factor> query, paired;
-        std::vector<float> scores, sums, out, highest, total;
+        std::vector<float> scores, sums, out, highest, total, key_scales, value_scales;
         std::vector<Word> memory;
         Tile tiles[2], *tile = tiles, *next = tiles + 1;  // multiplied now, and prefetched
         Word *keys, *values;  // panels [TILE / 16][steps(key_dim)][16] and [panels][steps(TILE)][16], aligned
         Scratch(const Attention& a, long rows)
             : query(rows * a.length), paired(PAIRED * PASS * steps<Multiplied>(TILE)), scores(!PAIRED * PASS * TILE),
               sums(!PAIRED * PASS * a.panels * WIDTH), out(rows * a.panels * WIDTH), highest(rows),
-              total(rows * WIDTH),
+              total(rows * WIDTH), key_scales(CODED * TILE), value_scales(CODED * TILE),
               memory(TILE * a.length + a.panels * WIDTH * steps<Multiplied>(TILE) + LINE / sizeof(Word)) {
             keys = at_line(memory.data());
             values = keys + TILE * a.length;
@@ -124,32 +131,12 @@ private:
     };
 
     const Cache& cache;
+    const Slots slots;
     const Step &written, &step;  // tokens whose keys and values are new, and tokens that attend
     const Call& call;
     const bool half_query;
     const long group, panels, length;  // query heads per KV head; panels of a value; factors of a key
     const float score_scale;           // applied to scores when they become weights
-
-    static const Element* at(const void* from, long number) { return static_cast<const Element*>(from) + number; }
-
-    Element* slot(long sequence, long position, long part, long dim, long head) const {
-        long block = step.table[sequence * step.width + position / cache.block_size];
-        long offset = (position % cache.block_size * cache.kv_heads + head) * dim;
-        return static_cast<Element*>(cache.memory) + block * cache.block_stride + part + offset;
-    }
-
-    // Writes the step's keys and values to their slots; from then on they are read like earlier ones.
-    void write() const {
-        for (long s = 0; s < written.sequences; s++)
-            for (long n = 0; n < written.count(s); n++)
-                for (long h = 0; h < cache.kv_heads; h++) {
-                    long token = written.first(s) + n, position = written.start(s) + n;
-                    std::copy_n(at(call.key, token * call.key_token + h * call.key_head), cache.key_dim,
-                                slot(s, position, cache.keys, cache.key_dim, h));
-                    std::copy_n(at(call.value, token * call.value_token + h * call.value_head), cache.value_dim,
-                                slot(s, position, cache.values, cache.value_dim, h));
-                }
-    }
 
     long token(const Item& item) const { return step.first(item.sequence) + item.first; }
     long position(const Item& item) const { return step.start(item.sequence) + item.first; }
@@ -180,6 +167,7 @@ private:
                 long from = std::clamp(visible - base, 0L, TILE);
                 return Seen{from, std::clamp(own + 1 - base, from, TILE)};
             };
+            if constexpr (CODED) read_scales(scratch);
             if constexpr (!PAIRED) if (rows <= SMALL_BATCH && cache.key_dim % 8 == 0 && cache.value_dim % 8 == 0) {
                 score_small_batch(rows, scratch);
                 for (long r = 0; r < rows; r++) weigh(r, r, seen(r), scratch);
@@ -217,9 +205,15 @@ private:
     void find(const Item& item, long base, Tile& tile) const {
         tile.count = std::min(TILE, end(item) - base);
         for (long j = 0; j < tile.count;) {  // one block each time
-            const Element* key = slot(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
-            const Element* value = slot(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
+            const Stored* key = slots.at(item.sequence, base + j, cache.keys, cache.key_dim, item.kv_head);
+            const Stored* value = slots.at(item.sequence, base + j, cache.values, cache.value_dim, item.kv_head);
             long stop = std::min(tile.count, j + cache.block_size - (base + j) % cache.block_size);
+            if constexpr (CODED) {
+                const uint16_t* key_scale = slots.scale_at(item.sequence, base + j, cache.key_scales, item.kv_head);
+                const uint16_t* value_scale = slots.scale_at(item.sequence, base + j, cache.value_scales, item.kv_head);
+                for (long n = j; n < stop; n++, key_scale += cache.kv_heads, value_scale += cache.kv_heads)
+                    tile.key_scales[n] = key_scale, tile.value_scales[n] = value_scale;
+            }
             for (; j < stop; j++, key += cache.kv_heads * cache.key_dim, value += cache.kv_heads * cache.value_dim)
                 tile.keys[j] = key, tile.values[j] = value;
         }
@@ -227,25 +221,43 @@ private:
 
     // Prefetches keys or values [from, to) of the next tile into the second-level cache: a core has few buffers for
     // misses of the first level.
-    static void prefetch(const Tile& next, const Element* const* rows, long from, long to, long dim) {
+    template <class E>
+    static void prefetch(const Tile& next, const E* const* rows, long from, long to, long dim) {
         for (long j = from; j < std::min(to, next.count); j++)
-            for (long at = 0; at < dim; at += 64 / sizeof(Element))
+            for (long at = 0; at < dim; at += 64 / sizeof(E))
                 _mm_prefetch(reinterpret_cast<const char*>(rows[j] + at), _MM_HINT_T1);
     }
 
     void prefetch_keys(const Scratch& scratch, long from, long to) const {
         prefetch(*scratch.next, scratch.next->keys, from, to, cache.key_dim);
+        if constexpr (CODED) prefetch(*scratch.next, scratch.next->key_scales, from, to, 1);
     }
 
     void prefetch_values(const Scratch& scratch, long from, long to) const {
         prefetch(*scratch.next, scratch.next->values, from, to, cache.value_dim);
+        if constexpr (CODED) prefetch(*scratch.next, scratch.next->value_scales, from, to, 1);
+    }
+
+    void read_scales(Scratch& scratch) const {
+        const Tile& tile = *scratch.tile;
+        for (long j = 0; j < TILE; j++) {
+            bool exists = j < tile.count;
+            scratch.key_scales[j] = exists ? widen(*tile.key_scales[j]) : 0;
+            scratch.value_scales[j] = exists ? widen(*tile.value_scales[j]) : 0;
+        }
+    }
+
+    static float number(Stored stored) {
+        if constexpr (CODED) return stored;
+        else return T::read(stored);
     }
 
     void score_small_batch(long rows, Scratch& scratch) const {
-        auto& [keys, values, count] = *scratch.tile;
+        auto& keys = scratch.tile->keys;
+        long count = scratch.tile->count;
         for (long j = count; j % 8; j++) keys[j] = keys[count - 1];  // hidden from all
         prefetch_keys(scratch, 0, TILE);
-        with_rows<SMALL_BATCH>(rows, [&, keys = keys, count = count](auto number) {
+        with_rows<SMALL_BATCH>(rows, [&](auto number) {
             for (long j = 0; j < count; j += 8)
                 decant::score<number>(scratch.query.data(), cache.key_dim, keys + j, &scratch.scores[j], TILE);
         });
@@ -261,7 +273,8 @@ private:
 
     // Packs the tile's keys as panels, padded with zeros.
     void pack_keys(Scratch& scratch) const {
-        auto& [keys, values, count] = *scratch.tile;
+        auto& keys = scratch.tile->keys;
+        long count = scratch.tile->count;
         if constexpr (PAIRED) {
             for (long j = count; j % WIDTH; j++) keys[j] = keys[count - 1];  // hidden from all
             long j = 0;
@@ -276,12 +289,13 @@ private:
             long j = 0;
             for (; j + 8 <= count; j += 8) pack_eight_keys(keys + j, j, scratch.keys);
             for (; j < count; j++)
-                for (long d = 0; d < cache.key_dim; d++) *key_slot(j, d, scratch.keys) = T::read(keys[j][d]);
+                for (long d = 0; d < cache.key_dim; d++) *key_slot(j, d, scratch.keys) = number(keys[j][d]);
         }
     }
 
     void pack_values(Scratch& scratch) const {
-        auto& [keys, values, count] = *scratch.tile;
+        auto& values = scratch.tile->values;
+        long count = scratch.tile->count;
         if (count < TILE || cache.value_dim % WIDTH)
             std::fill_n(scratch.values, panels * WIDTH * steps<Multiplied>(TILE), Word());
         if constexpr (PAIRED) {
@@ -298,7 +312,7 @@ private:
             for (long j = 0; j < count; j++) {
                 long d = 0;
                 for (; d + 8 <= cache.value_dim; d += 8) keep(value_slot(j, d, scratch.values), wide(values[j] + d));
-                for (; d < cache.value_dim; d++) *value_slot(j, d, scratch.values) = T::read(values[j][d]);
+                for (; d < cache.value_dim; d++) *value_slot(j, d, scratch.values) = number(values[j][d]);
             }
         }
     }
@@ -319,7 +333,7 @@ private:
     }
 
     // Packs eight keys, from key j of a tile on.
-    void pack_eight_keys(const Element* const* from, long j, float* keys) const {
+    void pack_eight_keys(const Stored* const* from, long j, float* keys) const {
         long d = 0;
         for (; d + 8 <= cache.key_dim; d += 8) {
             __m256 rows[8];
@@ -328,7 +342,7 @@ private:
             for (int n = 0; n < 8; n++) keep(key_slot(j, d + n, keys), rows[n]);
         }
         for (; d < cache.key_dim; d++)
-            for (int n = 0; n < 8; n++) *key_slot(j + n, d, keys) = T::read(from[n][d]);
+            for (int n = 0; n < 8; n++) *key_slot(j + n, d, keys) = number(from[n][d]);
     }
 
     float* key_slot(long j, long d, float* keys) const {
@@ -342,12 +356,14 @@ private:
     // Turns a row's scores into weights; it is row n of its pass.
     void weigh(long row, long n, Seen seen, Scratch& scratch) const {
         float* scores = &scratch.scores[n * TILE];
+        if constexpr (CODED) for (long j = 0; j < TILE; j++) scores[j] *= scratch.key_scales[j];
         if (call.softcap != 0)
             for (long j = 0; j < TILE; j++) scores[j] = capped(scores[j]);
         std::fill(scores, scores + seen.from, HIDDEN);
         std::fill(scores + seen.to, scores + TILE, HIDDEN);
         float highest = raise(row, most(scores, TILE), scratch);
         weigh_all(scores, TILE, highest, scores, &scratch.total[row * WIDTH]);
+        if constexpr (CODED) for (long j = 0; j < TILE; j++) scores[j] *= scratch.value_scales[j];
     }
 
     // Scores and weights of `some` rows, from row r on, for bfloat16.
@@ -368,6 +384,7 @@ private:
     [[gnu::noinline]] void weigh_at_once(long r, long n, const F& seen, Scratch& scratch) const {
         static_assert(TILE == 64, "a bit for each key");
         Scores<COUNT> scores(&scratch.query[r * length], length, scratch.keys);
+        if constexpr (CODED) scores.scale(scratch.key_scales.data());
         #pragma GCC unroll 8
         for (int i = 0; i < COUNT; i++) {
             auto [from, to] = seen(r + i);
@@ -375,8 +392,10 @@ private:
                 for (long j = 0; j < WIDTH; j++) sixteen[j] = capped(sixteen[j]);
             if (to - from < TILE) scores.hide(i, ((uint64_t(1) << (to - from)) - 1) << (from % TILE), HIDDEN);
             float highest = raise(r + i, scores.highest(i), scratch);
-            scores.weigh(i, highest, score_scale, &scratch.paired[(n + i) * steps<Multiplied>(TILE)],
-                         &scratch.total[(r + i) * WIDTH]);
+            uint32_t* paired = &scratch.paired[(n + i) * steps<Multiplied>(TILE)];
+            float* total = &scratch.total[(r + i) * WIDTH];
+            if constexpr (CODED) scores.weigh(i, highest, score_scale, scratch.value_scales.data(), paired, total);
+            else scores.weigh(i, highest, score_scale, paired, total);
         }
     }
 
@@ -432,12 +451,19 @@ private:
 
 // One layer's attention. Keys and values of the tokens of `written` go to their slots, then the tokens of `step`
 // attend: it has the same sequences, each with its last tokens.
+template <class T, bool CODED>
+void attend(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query, int threads) {
+    bool words = cache.key_dim * sizeof(typename KvSlots<T, CODED>::Stored) % 4 == 0;
+    bool paired = half_query && words && cache.value_dim % WIDTH == 0 && call.scaling > 0;
+    if constexpr (WIDE && std::is_same_v<T, BFloat16>)
+        if (paired) return Attention<T, true, CODED>(cache, written, step, call, half_query).run(threads);
+    Attention<T, false, CODED>(cache, written, step, call, half_query).run(threads);
+}
+
 template <class T>
 void attend(const Cache& cache, const Step& written, const Step& step, const Call& call, bool half_query, int threads) {
-    bool paired = half_query && cache.key_dim % 2 == 0 && cache.value_dim % WIDTH == 0 && call.scaling > 0;
-    if constexpr (WIDE && std::is_same_v<T, BFloat16>)
-        if (paired) return Attention<T, true>(cache, written, step, call, half_query).run(threads);
-    Attention<T, false>(cache, written, step, call, half_query).run(threads);
+    if (cache.is_coded) attend<T, true>(cache, written, step, call, half_query, threads);
+    else attend<T, false>(cache, written, step, call, half_query, threads);
 }
 
 }  // namespace decant

@@ -8,11 +8,13 @@
 
 namespace decant {
 
-// One layer of the KV blocks; strides and offsets in elements. As _KvLayer in engine/model/kv_store.py.
+// One layer of the KV blocks, as KvStore in engine/model/kv_store.py describes it. Strides and offsets are in elements:
+// numbers of the model's dtype, or codes of one byte, of which each key and value has its scale, a bfloat16.
 struct Cache {
     void* memory;
     int64_t block_stride, block_size, keys, values, kv_heads, key_dim, value_dim;
     int64_t blocks;  // block ids are smaller than this
+    int64_t is_coded, key_scales, value_scales;
 };
 
 inline void check(const Cache& cache) {
@@ -26,6 +28,11 @@ inline void check(const Cache& cache) {
     require(cache.keys >= 0 && cache.keys + slots * cache.key_dim <= stride, "keys", "within a block", cache.keys);
     require(cache.values >= 0 && cache.values + slots * cache.value_dim <= stride, "values", "within a block",
             cache.values);
+    if (!cache.is_coded) return;
+    require(stride % 2 == 0, "block_stride", "an even number", stride);
+    for (int64_t scales : {cache.key_scales, cache.value_scales})
+        require(scales >= 0 && scales % 2 == 0 && scales + 2 * slots <= stride, "scales",
+                "at an even offset within a block", scales);
 }
 
 // One layer's call. Queries, keys and values are [tokens, heads, dim] with strides `*_token` and `*_head`.

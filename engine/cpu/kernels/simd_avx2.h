@@ -16,6 +16,10 @@ inline __m256 wide(const uint16_t* at) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
 }
 
+inline __m256 wide(const int8_t* at) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+
 inline void keep(float* at, __m256 values) { _mm256_storeu_ps(at, values); }
 
 // Rounded as ``narrow`` does.

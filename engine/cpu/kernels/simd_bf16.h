@@ -65,6 +65,40 @@ inline void pair_values(const uint16_t* one, const uint16_t* other, uint32_t* to
     _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
+// Four bytes of each word: a pair of the first two, or of the last two. Each byte is exact as a bfloat16, the upper half
+// of a float32.
+inline __m512i pair_of_bytes(__m512i words, int first) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24 - 8 * first), 24));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16 - 8 * first), 24));
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+}
+
+// Packs sixteen keys of `words` words, an even number, from bytes: a transposition moves four numbers of a key at once.
+inline void pair_keys(const int8_t* const* keys, long words, uint32_t* to) {
+    long quads = words / 2;
+    for (long at = 0; at < quads; at += 16) {
+        auto some = __mmask16(at + 16 <= quads ? 0xffff : (1 << (quads - at)) - 1);
+        __m512i rows[16];
+        #pragma GCC unroll 16
+        for (int n = 0; n < 16; n++) rows[n] = _mm512_maskz_loadu_epi32(some, keys[n] + 4 * at);
+        transpose(rows);
+        #pragma GCC unroll 16
+        for (int n = 0; n < 16; n++)
+            if (some >> n & 1) {
+                _mm512_store_si512(to + 2 * (at + n) * WIDTH, pair_of_bytes(rows[n], 0));
+                _mm512_store_si512(to + (2 * (at + n) + 1) * WIDTH, pair_of_bytes(rows[n], 2));
+            }
+    }
+}
+
+inline void pair_values(const int8_t* one, const int8_t* other, uint32_t* to) {
+    auto numbers = [](const int8_t* at) {
+        __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+    };
+    _mm512_store_si512(to, _mm512_or_si512(_mm512_srli_epi32(numbers(one), 16), numbers(other)));
+}
+
 inline __m512 sixteen(__m256i halves) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
@@ -124,6 +158,16 @@ struct Scores {
         }
     }
 
+    // Multiplies scores with the scales of their keys.
+    void scale(const float* key_scales) {
+        #pragma GCC unroll 4
+        for (int p = 0; p < PARTS; p++) {
+            __m512 factors = _mm512_loadu_ps(key_scales + p * WIDTH);
+            #pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) of[r][p] = _mm512_mul_ps(of[r][p], factors);
+        }
+    }
+
     // Hides keys that a row does not see; `seen` has a bit for each key.
     void hide(int row, uint64_t seen, float hidden) {
         #pragma GCC unroll 4
@@ -148,6 +192,24 @@ struct Scores {
             __m512bh pairs = _mm512_cvtne2ps_pbh(weights(of[row][p + 1]), weights(of[row][p]));
             _mm512_storeu_si512(to + p * 8, reinterpret_cast<__m512i>(pairs));
             lanes = _mm512_dpbf16_ps(lanes, pairs, ones);
+        }
+        _mm512_storeu_ps(total, lanes);
+    }
+
+    // The same where values have scales: weights times these are rounded and paired, weights alone are added to `total`.
+    void weigh(int row, float highest, float score_scale, const float* value_scales, uint32_t* to, float* total) const {
+        __m512 lanes = _mm512_loadu_ps(total), top = _mm512_set1_ps(highest);
+        __m512 factor = _mm512_set1_ps(score_scale * 1.44269504088896341f), scaled[PARTS];
+        #pragma GCC unroll 4
+        for (int p = 0; p < PARTS; p++) {
+            __m512 weights = power(_mm512_mul_ps(_mm512_sub_ps(of[row][p], top), factor));
+            lanes = _mm512_add_ps(lanes, weights);
+            scaled[p] = _mm512_mul_ps(weights, _mm512_loadu_ps(value_scales + p * WIDTH));
+        }
+        #pragma GCC unroll 2
+        for (int p = 0; p < PARTS; p += 2) {
+            __m512bh pairs = _mm512_cvtne2ps_pbh(scaled[p + 1], scaled[p]);
+            _mm512_storeu_si512(to + p * 8, reinterpret_cast<__m512i>(pairs));
         }
         _mm512_storeu_ps(total, lanes);
     }

@@ -17,7 +17,7 @@ from decant.engine.cuda import attention
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import GraphSize, PaddingLayout, most_items, pad
 from decant.engine.cuda.static_attention import GraphMemory, StateBuffers, StaticAttention
-from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -79,7 +79,7 @@ class AttentionInputs:
         """Return the output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
         case = self.case
         layer = LayerSpec(case.kv_heads, case.key_dim, case.value_dim)
-        layout = KvLayout((layer, layer), case.block, case.dtype.itemsize)
+        layout = KvLayout((layer, layer), case.block, KvFormat(case.dtype.itemsize))
         rows, free = [], 2
         for index in reversed(chosen):
             start, end = case.spans[index]
@@ -89,12 +89,13 @@ class AttentionInputs:
             free += count
         store = KvStore(layout, free, case.dtype, DEVICE)
         store.blocks.fill_(float("nan"))
-        _, keys, values = store._layers[1]
         for row in rows:
-            index = int(row.request.id)
-            for position in range(row.start):
-                place = row.blocks[0][position // case.block], position % case.block
-                keys[place], values[place] = self.keys[index][:, position], self.values[index][:, position]
+            earlier = torch.arange(row.start)
+            at = torch.tensor(row.blocks[0])[earlier // case.block], earlier % case.block
+            key, value = (
+                part[int(row.request.id)][:, : row.start].transpose(0, 1) for part in (self.keys, self.values)
+            )
+            store.put(1, *(part.to(DEVICE) for part in at), (key, value))
         flat = flatten(rows, case.block, store.null_block)
         before = store.blocks.clone()
         order = [int(row.request.id) for row in flat.rows]
@@ -271,7 +272,7 @@ def test_tiles_of_chunks_with_most_keys_come_first() -> None:
 
 def test_a_scaling_that_is_not_positive_is_refused() -> None:
     inputs = AttentionInputs(Case(spans=((0, 2),)))
-    store = KvStore(KvLayout((LayerSpec(2, 64, 64),), BLOCK, 2), 1, torch.bfloat16, DEVICE)
+    store = KvStore(KvLayout((LayerSpec(2, 64, 64),), BLOCK, KvFormat(2)), 1, torch.bfloat16, DEVICE)
     row = Row(Request("0", (1, 1)), [1, 1], 0, 2, (array("i", [0]),), True)
     query, key, value = (part[0][None] for part in (inputs.queries, inputs.keys, inputs.values))
     with pytest.raises(ValueError, match=r"layer 0: scaling above 0, got 0\.0"):
@@ -283,7 +284,7 @@ def test_a_scaling_that_is_not_positive_is_refused() -> None:
 def test_a_call_of_another_shape_is_refused() -> None:
     inputs = AttentionInputs(Case(spans=((0, 2),)))
     layer = LayerSpec(1, 64, 64)
-    store = KvStore(KvLayout((layer,), BLOCK, 2), 1, torch.bfloat16, DEVICE)
+    store = KvStore(KvLayout((layer,), BLOCK, KvFormat(2)), 1, torch.bfloat16, DEVICE)
     row = Row(Request("0", (1, 1)), [1, 1], 0, 2, (array("i", [0]),), True)
     query, key, value = (part[0][None] for part in (inputs.queries, inputs.keys, inputs.values))
     call = AttentionCall(0, query, key, value, 1.0, None, None, None)
@@ -304,7 +305,7 @@ def test_a_padded_batch_in_the_buffers_of_a_graph_has_the_outputs_of_the_batch(
         Row(Request(str(at), (1,)), [1] * end, start, end, (array("i", range(6 * at, 6 * at + 6)),), True)
         for at, (start, end) in enumerate(spans)
     ]
-    layout = KvLayout((LayerSpec(1, 16, 16),), BLOCK, 2)
+    layout = KvLayout((LayerSpec(1, 16, 16),), BLOCK, KvFormat(2))
     stores = [KvStore(layout, 18, torch.bfloat16, DEVICE) for _ in range(2)]
     for store in stores:
         store.blocks_with_null.copy_(random(*store.blocks_with_null.shape))

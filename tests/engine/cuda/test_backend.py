@@ -21,7 +21,7 @@ from decant.engine.cuda.fused_layer import TritonLayer
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, InvalidConfig
-from decant.engine.kv_layout import KvLayout, LayerSpec, Window, WindowKind
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec, Window, WindowKind
 from decant.engine.loading import load
 from decant.engine.model import probe
 from decant.engine.model.attention.interface import AttentionCall
@@ -35,7 +35,7 @@ from tests.engine import tiny
 
 DEVICE = torch.device(gpu.device_type())
 SINGLE_KEY_HEAD: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
-LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, 4)
+LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, KvFormat(4))
 
 
 class InterpretedBackend(CudaBackend):
@@ -261,7 +261,7 @@ def test_a_trial_computes_the_kernels_that_serve_a_layer_and_merges_items(
 
     monkeypatch.setattr(TritonAttention, "_launch", recorded)
     spec = LayerSpec(1, 16, 16, Window(kind, 5000))
-    layout = KvLayout((spec,), 64, 4)
+    layout = KvLayout((spec,), 64, KvFormat(4))
     assert cuda_backend.try_attention(spec, layout, torch.float32, DEVICE, is_exact=is_exact) is None
     windowed, splits, merges = zip(*launched, strict=True)
     assert set(windowed) == {is_exact or kind is not WindowKind.FULL}

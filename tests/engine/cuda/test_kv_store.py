@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from decant.engine.cuda.kv_store import CudaKvStore
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from tests import gpu
 
 DEVICE = torch.device(gpu.device_type())
@@ -17,7 +17,9 @@ DEVICE = torch.device(gpu.device_type())
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_block_is_read_as_it_was_written_and_no_other_changes(dtype: torch.dtype) -> None:
-    store = CudaKvStore(KvLayout((LayerSpec(2, 8, 8), LayerSpec(1, 4, 8)), 4, dtype.itemsize), 6, dtype, DEVICE)
+    store = CudaKvStore(
+        KvLayout((LayerSpec(2, 8, 8), LayerSpec(1, 4, 8)), 4, KvFormat(dtype.itemsize)), 6, dtype, DEVICE
+    )
     contents = [os.urandom(store.block_bytes) for _ in range(6)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(store.write, range(6), contents))
@@ -35,7 +37,8 @@ def test_a_store_that_moves_no_block_has_no_stream(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "Stream", made.append)
     monkeypatch.setattr(CudaKvStore, "_allocate", lambda self, shape, dtype, device: torch.zeros(shape, dtype=dtype))
     stores = [
-        CudaKvStore(KvLayout((LayerSpec(1, 8, 8),), 4, 2), 2, torch.bfloat16, torch.device("cuda")) for _ in range(3)
+        CudaKvStore(KvLayout((LayerSpec(1, 8, 8),), 4, KvFormat(2)), 2, torch.bfloat16, torch.device("cuda"))
+        for _ in range(3)
     ]
     assert not made
     assert stores[0]._export is stores[0]._export

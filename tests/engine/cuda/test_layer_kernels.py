@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from decant.engine.cuda import layer_kernels
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.fused_layer import Norm, gated
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -99,7 +99,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def test_attention_after_rotation_agrees_with_float64(dtype: torch.dtype, width: int) -> None:
     heads, kv_heads, spans = 4, 2, ((0, 9), (0, 1), (0, 5))
     layer = LayerSpec(kv_heads, width, width)
-    store = KvStore(KvLayout((layer, layer), 8, dtype.itemsize), 6, dtype, DEVICE)
+    store = KvStore(KvLayout((layer, layer), 8, KvFormat(dtype.itemsize)), 6, dtype, DEVICE)
     store.blocks.fill_(NAN)
     rows = [
         Row(Request(str(index), (1,) * end), [1] * end, start, end, (array("i", [2 * index, 2 * index + 1]),), True)
@@ -114,12 +114,12 @@ def test_attention_after_rotation_agrees_with_float64(dtype: torch.dtype, width:
     attention = TritonAttention(store, [AttentionWindow()] * 2, flat)
     result = attention.attend_rotated(call, cos, sin)
     expected_query, expected_key = rotate(query[0], cos[0], sin[0]), rotate(key[0], cos[0], sin[0])
-    _, keys, values = store._layers[1]
     slots = torch.from_numpy(flat.slot_mapping[0]).to(DEVICE)
-    assert_close(keys[slots // 8, slots % 8], expected_key.transpose(0, 1))
-    assert torch.equal(values[slots // 8, slots % 8], value[0].transpose(0, 1))
-    for part in (keys, values):
-        part[slots // 8, slots % 8] = NAN
+    keys, values = (part[0] for part in store.gather(1, torch.arange(store.num_blocks, device=DEVICE)[None]))
+    assert_close(keys[slots], expected_key.transpose(0, 1))
+    assert torch.equal(values[slots], value[0].transpose(0, 1))
+    nothing = torch.full_like(keys[slots], NAN)
+    store.put(1, slots // 8, slots % 8, (nothing, nothing))
     assert store.blocks.isnan().all()
     for at, stop in zip(flat.firsts.tolist(), flat.stops.tolist(), strict=True):
         for head in range(heads):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.model import ModelConfig
 from decant.engine.model.runner import ModelRunner
 from tests.engine import tiny
-from tests.engine.fused_layer.harness import WIDE, compute_steps, device_of, equal, fused, needs_kernels, row
+from tests.engine.fused_layer.harness import WIDE, compute_steps, device_of, equal, fused, needs_kernels, row, saved
 
 pytestmark = needs_kernels
 
@@ -32,6 +33,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "two cache groups": ("qwen2", MIXED),
     "norms of queries and keys": ("qwen3", {}),
     "a scale": ("granite", {"residual_multiplier": 1.0}),
+    "keys in 8 bits": ("qwen3", {}),
 }
 
 
@@ -40,7 +42,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", FUSED)
 def test_a_fused_layer_has_the_bits_of_its_parts(kind: str, dtype: str, tmp_path: Path) -> None:
     name, changes = FUSED[kind]
-    device = device_of(tmp_path, name, dtype, **changes)
+    config = saved(tmp_path, name, dtype, **changes)
+    device = load(replace(config, kv_dtype="int8" if kind == "keys in 8 bits" else "auto"))
     assert len(device.windows) == (2 if kind == "two cache groups" else 1)
     assert len(fused(device)) == 2
     whole = compute_steps(device)
