@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -66,7 +67,7 @@ class Plain:
 PLAIN: WeightFormat = Plain()
 
 
-class QuantizedFormat:
+class QuantizedFormat(ABC):
     """A format that stores a matrix as several tensors, ``layer.SUFFIX`` for each of the ``parts``."""
 
     quantization: str | None
@@ -106,13 +107,13 @@ class QuantizedFormat:
             raise ValueError("config.json says that its weights are quantized, and none of them is")
         return slices
 
+    @abstractmethod
     def shape(self, suffix: str, stored: tuple[int, ...]) -> tuple[int, int]:
         """Shape [out, in] of a matrix whose codes, the tensor of that suffix, are ``stored``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weight(self, layer: str, suffix: str, tensors: TensorFiles) -> Weight:
         """Make the weight of a layer without reading it. Raises ValueError, with the name of a tensor."""
-        raise NotImplementedError
 
     def _suffix(self, tensor: str) -> str | None:
         suffix = tensor.rpartition(".")[2]
