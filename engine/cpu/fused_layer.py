@@ -54,11 +54,23 @@ class _Layer(ctypes.Structure):
         *[(name, _Linear) for name in LINEARS],
         *[(name, ctypes.c_int64) for name in ("heads", "kv_heads", "width")],
         *[(name, ctypes.c_double) for name in ("scaling", "softcap")],
+        ("number", ctypes.c_int64),
     )
+
+
+class StepChanges:
+    """Changes that adapters make in the running step; fused layers share one. As struct StepChanges in changes.h."""
+
+    address = 0
+    """0: none."""
+
+
+NO_CHANGES = StepChanges()
 
 
 class NativeLayer(FusedLayer[NativeAttention]):
     attention = NativeAttention
+    changes: StepChanges = NO_CHANGES
 
     def __init__(self, kernels: ModuleType, original_forward: Forward, parts: _Parts, call: AttentionCall) -> None:
         super().__init__(original_forward, call)
@@ -71,8 +83,14 @@ class NativeLayer(FusedLayer[NativeAttention]):
             *(call.query.shape[1], call.key.shape[1], self.width),
             call.scaling,
             call.softcap or 0.0,
+            0,
         )
         self._address = ctypes.addressof(self._descriptor)
+
+    def take_changes(self, changes: StepChanges, number: int) -> None:
+        """Compute with the step's ``changes``, in whose tables this layer has a ``number``."""
+        self.changes = changes
+        self._descriptor.number = number
 
     def _compute(self, hidden: torch.Tensor, angles: Angles, attention: NativeAttention) -> torch.Tensor:
         output = torch.empty_like(hidden)
@@ -93,7 +111,7 @@ class NativeLayer(FusedLayer[NativeAttention]):
             calls.extend((layer._address, *attention.addresses(index)))
         addresses = [tensor.data_ptr() for tensor in (hidden, *angles, outputs)]
         half, tokens = self.dtype == torch.bfloat16, hidden.shape[1]
-        self._kernel(half, calls.buffer_info()[0], len(layers), *addresses, tokens, num_threads())
+        self._kernel(half, calls.buffer_info()[0], len(layers), *addresses, tokens, self.changes.address, num_threads())
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return super()._fits(hidden, cos, sin) and cos.is_contiguous() and sin.is_contiguous()

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decant.engine.checkpoint import adapter
+from decant.engine.cpu import fused_layer
 from decant.engine.cpu.backend import CpuBackend
 from decant.engine.engine import Engine
 from decant.engine.errors import AdapterRefused, InvalidConfig, InvalidRequest
@@ -161,6 +163,20 @@ def test_a_step_without_adapters_runs_the_fused_layers(model: Path, folders: Map
     module.forward = count
     batch.step(batch.row(2))
     assert calls["model.layers.0.mlp.gate_proj"] == (0 if device.backend.fused_layers(device.model) else 1)
+
+
+@slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fused_layers_have_the_bits_of_their_parts(dtype: str, model: Path, folders: Mapping[str, Path]) -> None:
+    device = serve(model, dtype=dtype, kv_bytes=4 << 20)
+    if not device.backend.fused_layers(device.model):
+        pytest.skip("there are no kernels")
+    batch = Batch(device, folders)
+    rows = [batch.row(index) for index in range(len(LENGTHS))]
+    fused, last = batch.step(*rows), device.runner.logits(rows, np.cumsum(LENGTHS) - 1).clone()
+    assert len(fused_layer.unfuse(device.model)) == SMALL["num_hidden_layers"]
+    assert equal(batch.step(*rows), fused)
+    assert torch.equal(device.runner.logits(rows, np.cumsum(LENGTHS) - 1), last)
 
 
 @slow

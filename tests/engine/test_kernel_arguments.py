@@ -257,7 +257,7 @@ def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
             half, data.draw(st.booleans()), data.draw(where), at, 0, at, *sizes(3), data.draw(threads)
         ),
         "attend": lambda: module.attend(half, half, 0, at, at, data.draw(threads)),
-        "layers": lambda: module.layers(half, at, data.draw(size), at, at, at, at, 1, data.draw(threads)),
+        "layers": lambda: module.layers(half, at, data.draw(size), at, at, at, at, 1, 0, data.draw(threads)),
         "rms_norm": lambda: module.rms_norm(half, data.draw(where), at, at, *sizes(2), 1e-5, data.draw(threads)),
         "gate": lambda: module.gate(half, data.draw(where), at, at, *sizes(3), data.draw(threads)),
         "rotate": lambda: module.rotate(half, data.draw(where), at, at, at, *sizes(5), data.draw(threads)),

@@ -44,6 +44,7 @@ def layers(
     sin: int,
     out: int,
     tokens: int,
+    changes: int,
     threads: int,
     /,
 ) -> None: ...

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "changes.h"
 #include "elementwise.h"
 #include "linear.h"
 
@@ -33,6 +34,7 @@ struct Layer {
     Linear query, key, value, out, gate, up, down;
     int64_t heads, kv_heads, width;
     double scaling, softcap;
+    int64_t number;  // among those that adapters change
 };
 
 // A layer, and what it needs of a step.
@@ -73,8 +75,8 @@ inline void check(const Layer& layer, const Cache& cache) {
     check(layer.down, "down", layer.gate.outputs, hidden);
 }
 
-// `count` consecutive layers over one step of `tokens` tokens.
-inline void check(const LayerCall* calls, int64_t count, int64_t tokens) {
+// `count` consecutive layers over one step of `tokens` tokens; `changes` may be null.
+inline void check(const LayerCall* calls, int64_t count, int64_t tokens, const StepChanges* changes) {
     check_positive("layers", count);
     check_address("calls", calls);
     for (const LayerCall* call = calls; call < calls + count; call++) {
@@ -91,6 +93,7 @@ inline void check(const LayerCall* calls, int64_t count, int64_t tokens) {
             check(step, tokens, cache.block_size, cache.blocks);
         if (another || call->visible != call[-1].visible) check_visible(call->visible, step);
         if (call->selected) check(*call->selected, step, tokens);
+        if (changes) check(*changes, call->layer->number, tokens);
     }
 }
 
@@ -99,14 +102,17 @@ class DecoderLayer {
     using E = typename T::Element;
 
 public:
-    DecoderLayer(const Layer& layer, long tokens, int threads) : layer(layer), tokens(tokens), threads(threads) {}
+    DecoderLayer(const Layer& layer, long tokens, const StepChanges* changes, int threads)
+        : layer(layer), tokens(tokens), changes(changes), threads(threads) {}
 
     // x, out [tokens, hidden]; cos, sin [tokens, width]; visible [tokens]. `memory` is scratch space. With `selected`
-    // the outputs of all other tokens are zeros; only their keys and values are computed.
+    // the outputs of all other tokens are zeros; only their keys and values are computed. With `changes` all tokens are.
     void run(const Cache& cache, const Step& step, const SelectedTokens* selected, const E* x, const E* cos,
              const E* sin, const int64_t* visible, E* out, std::vector<E>& memory) const {
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
-        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, layer.gate.outputs));
+        long mlp = layer.gate.outputs;
+        if (changes) selected = nullptr;  // their rows are numbered as the step's tokens
+        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, changes ? 2 * mlp : mlp));
         if (memory.size() < needed + LINE / sizeof(E)) memory.resize(needed + LINE / sizeof(E));
         E* row = at_line(memory.data());
         E *query = row + tokens * hidden, *key = query + tokens * heads, *value = key + tokens * kv;
@@ -114,6 +120,7 @@ public:
         each_row(tokens, hidden, threads, [=](long t) { norm(layer.before, at(x, t), at(row, t), hidden); });
         multiply_all(std::array{by(layer.query, row, query, tokens), by(layer.key, row, key, tokens),
                                 by(layer.value, row, value, tokens)}, threads);
+        change(layer.query, QUERY, row, query), change(layer.key, KEY, row, key), change(layer.value, VALUE, row, value);
         each_row(tokens, heads + kv, threads, [=](long t) {
             const E *c = cos + t * layer.width, *s = sin + t * layer.width;
             norm_and_rotate(layer.query_norm, query + t * heads, c, s, layer.heads);
@@ -129,15 +136,24 @@ public:
             x = out, rows = selected->count;
         }
         by(layer.out, query, row, rows).run(threads);
+        change(layer.out, OUT, query, row);
         each_row(rows, hidden, threads, [=](long t) {
             add_row(at(x, t), at(row, t), at(out, t), hidden);
             norm(layer.after, at(out, t), at(row, t), hidden);
         });
 
         E* open = query;
-        GatedProduct<T> gated{by(layer.gate, row, open, rows), by(layer.up, row, nullptr, rows)};
-        multiply_all(std::array{gated}, threads);
+        if (changes) {
+            E* up = open + tokens * mlp;
+            multiply_all(std::array{by(layer.gate, row, open, rows), by(layer.up, row, up, rows)}, threads);
+            change(layer.gate, GATE, row, open), change(layer.up, UP, row, up);
+            gate(open, up, open, rows, mlp, mlp, threads);
+        } else {
+            GatedProduct<T> gated{by(layer.gate, row, open, rows), by(layer.up, row, nullptr, rows)};
+            multiply_all(std::array{gated}, threads);
+        }
         by(layer.down, open, row, rows).run(threads);
+        change(layer.down, DOWN, open, row);
         each_row(rows, hidden, threads, [=](long t) { add_row(at(out, t), at(row, t), at(out, t), hidden); });
         if (selected) scatter(*selected, out, hidden);
     }
@@ -145,7 +161,12 @@ public:
 private:
     const Layer& layer;
     const long tokens;
+    const StepChanges* changes;  // null: none
     const int threads;
+
+    void change(const Linear& linear, Changed which, const E* x, E* out) const {
+        if (changes) add_changes<T>(*changes, layer.number, which, x, out, linear.inner, linear.outputs, threads);
+    }
 
     static void norm(const Norm& by, const E* x, E* out, long width) {
         norm_row(x, static_cast<const E*>(by.weight), out, width, float(by.eps));
@@ -182,10 +203,11 @@ private:
 // hidden]; each is the next layer's x.
 template <class T>
 void run_layers(const LayerCall* calls, long count, const typename T::Element* x, const typename T::Element* cos,
-                const typename T::Element* sin, typename T::Element* out, long tokens, int threads) {
+                const typename T::Element* sin, typename T::Element* out, long tokens, const StepChanges* changes,
+                int threads) {
     static thread_local std::vector<typename T::Element> memory;  // grows to what the longest step needs
     for (const LayerCall* call = calls; call < calls + count; call++) {
-        DecoderLayer<T>(*call->layer, tokens, threads)
+        DecoderLayer<T>(*call->layer, tokens, changes, threads)
             .run(*call->cache, *call->step, call->selected, x, cos, sin, call->visible, out, memory);
         x = out, out += tokens * call->layer->query.inner;
     }

@@ -151,21 +151,22 @@ PyObject* py_attend(PyObject*, PyObject* args) {
 
 PyObject* py_layers(PyObject*, PyObject* args) {
     int half, threads;
-    unsigned long long calls, x, cos, sin, out;
+    unsigned long long calls, x, cos, sin, out, changes;
     long count, tokens;
-    if (!PyArg_ParseTuple(args, "pKlKKKKli", &half, &calls, &count, &x, &cos, &sin, &out, &tokens, &threads))
+    if (!PyArg_ParseTuple(args, "pKlKKKKlKi", &half, &calls, &count, &x, &cos, &sin, &out, &tokens, &changes, &threads))
         return nullptr;
     return none([&] {
         check_addresses("calls, x, cos, sin and out", calls, x, cos, sin, out);
         check_threads(threads);
         const LayerCall* first = pointer<const LayerCall>(calls);
-        check(first, count, tokens);
+        const StepChanges* step_changes = pointer<const StepChanges>(changes);
+        check(first, count, tokens, step_changes);
         if (half)
             run_layers<BFloat16>(first, count, pointer<const uint16_t>(x), pointer<const uint16_t>(cos),
-                                 pointer<const uint16_t>(sin), pointer<uint16_t>(out), tokens, threads);
+                                 pointer<const uint16_t>(sin), pointer<uint16_t>(out), tokens, step_changes, threads);
         else
             run_layers<Float32>(first, count, pointer<const float>(x), pointer<const float>(cos),
-                                pointer<const float>(sin), pointer<float>(out), tokens, threads);
+                                pointer<const float>(sin), pointer<float>(out), tokens, step_changes, threads);
     });
 }
 
