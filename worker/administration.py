@@ -49,7 +49,7 @@ class AdminService(services.AdminServicer):
         self, request: wire.UndrainRequest, _: grpc.aio.ServicerContext[wire.UndrainRequest, wire.UndrainResponse]
     ) -> wire.UndrainResponse:
         self._check(request.worker)
-        if self._readiness.state is not State.READY:
+        if self._readiness.state not in (State.STARTING, State.READY):
             raise Unavailable(Reason.DRAINING, "this worker's process is ending", retry_after=RETRY_ELSEWHERE_SECONDS)
         self._set_draining(False)
         return wire.UndrainResponse()

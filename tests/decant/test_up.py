@@ -129,6 +129,16 @@ def test_top_ends_at_an_interrupt_without_a_stack(running: Up, folder: Path) -> 
     assert (showing.returncode, errors) == (130, "")
 
 
+def test_workers_of_the_run_leave_service_and_change_pools_and_come_back(running: Up, folder: Path) -> None:
+    done = command(folder, "drain", "decode-1")
+    assert (done.returncode, done.stderr) == (0, "")
+    for arguments in (("drain", "--undo", "decode-1"), ("move", "decode-1", "--role", "prefill")):
+        assert command(folder, *arguments).returncode == 0
+    running.until("decode-1", "role changed", role="prefill")
+    done = command(folder, "move", "decode-1", "--role", "decode")
+    assert done.stdout == "decode-1 is in the pool of decode now, it was one of prefill\n"
+
+
 def test_a_caller_without_the_credentials_of_the_run_gets_nothing_from_a_worker(running: Up, folder: Path) -> None:
     for name in ("prefill-1", "decode-1"):
         assert running.until(name, "serving")["tls"] == "mutual"
