@@ -149,7 +149,7 @@ def test_int8_doubles_the_tokens_that_fit() -> None:
         2 * kv_capacity.tokens, rel=0.04
     )
     shape = parse_shape(OPT_13B)
-    assert shape.kv_bytes("int8") * 2 == shape.kv_bytes("bfloat16")
+    assert shape.kv_bytes("int8") == pytest.approx(shape.kv_bytes("bfloat16") / 2, rel=0.02)  # with its scales
     assert shape.weight_bytes("bfloat16", "int8") == pytest.approx(shape.weight_bytes("bfloat16") / 2, rel=0.02)
 
 
