@@ -1,6 +1,7 @@
 """Check and follow random and hostile guides: python -m tests.fuzz.guides [--guides N] [--seed N].
 
-A guide is refused by its field, or its masks are bounded in time until an output ends. Anything else ends the run.
+A guide is refused by its field, or its masks are bounded in time until an output ends. Anything else ends the run. A
+check may take 0.75 s of CPU time: its real time, which is printed, shows how busy the machine is.
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ from tests.engine.guides.hostile import guide
 from tests.engine.guides.walk import END, VOCABULARY, allowed, compiler
 
 OUTPUTS, MAX_TOKENS = 3, 60
-MAX_SECONDS = 10.0
-"""For all outputs of a guide, which take a fraction of it."""
-MAX_CHECK_S = 5.0
-"""A check has 0.75 s of CPU time; a busy machine makes it longer."""
-MAX_MASK_MS, REPEATED_MS = 10.0, 1.0
+MAX_SECONDS = 120.0
+"""For all outputs of a guide, which take a second of CPU time at most."""
+MAX_MASK_MS, REPEATED_MS, REPETITIONS = 10.0, 1.0, 5
 MAX_GROWTH_MB = 600
 """Of this process, which keeps the last 128 grammars."""
 
@@ -88,12 +87,14 @@ def _walk(grammar: Grammar, draw: random.Random) -> tuple[float, str]:
         token = int(draw.choice(allowed(mask).tolist()))
         if token == END:
             break
-        again, began = matcher.deep_copy(), time.perf_counter()
+        before, began = matcher.deep_copy(), time.perf_counter()
         matcher.consume_token(token)
         mask = matcher.compute_bitmask()
         took = 1000 * (time.perf_counter() - began)
-        if took > REPEATED_MS and not matcher.is_error():  # perhaps the machine was busy
-            began = time.perf_counter()
+        for _ in range(REPETITIONS):
+            if took < REPEATED_MS or matcher.is_error():
+                break
+            again, began = before.deep_copy(), time.perf_counter()  # perhaps the machine was busy
             again.consume_token(token)
             again.compute_bitmask()
             took = min(took, 1000 * (time.perf_counter() - began))
@@ -108,8 +109,8 @@ async def fuzz(count: int, first: int) -> None:
     for seed in range(first, first + count):
         made = guide(seed)
         found = await outcome(check, made)
-        if isinstance(made, Guide) and (found.slowest_ms > MAX_MASK_MS or found.check_s > MAX_CHECK_S):
-            raise Fault(made, f"seed {seed}: a mask of {found.slowest_ms:.1f} ms, a check of {found.check_s:.2f} s")
+        if isinstance(made, Guide) and found.slowest_ms > MAX_MASK_MS:
+            raise Fault(made, f"seed {seed}: a mask of {found.slowest_ms:.1f} ms")
         admitted, failed = admitted + found.is_admitted, failed + bool(found.failed)
         slowest_check, slowest_mask = max(slowest_check, found.check_s), max(slowest_mask, found.slowest_ms)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
