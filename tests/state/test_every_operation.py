@@ -152,7 +152,7 @@ async def test_with_a_prefix_every_key_begins_with_it_and_deployments_do_not_mee
         for step in await walk(prefixed):
             await step.run()
         await prefixed.workers.wait_for_change(await prefixed.workers.listing(), 0.01)
-        stored = bare.keys()
+        stored: Any = bare.keys()
         assert {key.partition(b"decant:")[0] for key in stored} == {b"team-a:"}
         assert not (await store.routers.listing()).present
         assert len((await prefixed.routers.listing()).present) == 1

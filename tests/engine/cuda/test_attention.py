@@ -91,11 +91,11 @@ class AttentionInputs:
         store.blocks.fill_(float("nan"))
         for row in rows:
             earlier = torch.arange(row.start)
-            blocks = torch.tensor(row.blocks[0])[earlier // case.block].to(DEVICE)
+            places = torch.tensor(row.blocks[0])[earlier // case.block].to(DEVICE)
             key, value = (
                 part[int(row.request.id)][:, : row.start].transpose(0, 1) for part in (self.keys, self.values)
             )
-            store.put(1, blocks, (earlier % case.block).to(DEVICE), (key, value))
+            store.put(1, places, (earlier % case.block).to(DEVICE), (key, value))
         flat = flatten(rows, case.block, store.null_block)
         before = store.blocks.clone()
         order = [int(row.request.id) for row in flat.rows]
