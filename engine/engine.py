@@ -30,7 +30,7 @@ from decant.engine.output import (
     StepOutput,
     Token,
 )
-from decant.engine.plan import Device, FurtherToken, StepResult, TokenLogprobs
+from decant.engine.plan import Device, FurtherToken, PreparedAdapter, StepResult, TokenLogprobs
 from decant.engine.request import FinishReason, Request, check_embedding, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
@@ -80,6 +80,7 @@ class Engine:
         self._committed_at = 0.0
         self._failure: Exception | None = None  # of a step that a command committed
         self._ended: list[SequenceFinished] = []
+        self._retired_adapters: set[str] = set()
 
     # -- receive ------------------------------------------------------------------------------------------------
 
@@ -118,6 +119,25 @@ class Engine:
         hashes = hash_blocks(root_hash(salt), tokens, size)[keep // size :]
         self.step_queue.call_after_releases(partial(self.pool.evict, hashes))
 
+    def add_adapter(self, prepared: PreparedAdapter) -> None:
+        """Have the device compute with an adapter."""
+        self._retired_adapters.discard(prepared.digest)
+        self.device.adapters.add(prepared)
+
+    def remove_adapter(self, digest: str) -> None:
+        """Drop an adapter as soon as no sequence has it."""
+        self._retired_adapters.add(digest)
+        self._drop_unused_adapters()
+
+    def _drop_unused_adapters(self) -> None:
+        if self.step_queue:
+            return  # a launched step may compute with them
+        arrivals = (arrival.sequence for arrival in self.transfers.arrivals.values())
+        used = {sequence.request.adapter for sequence in (*self.sequences.values(), *arrivals)}
+        for digest in self._retired_adapters - used:
+            self._retired_adapters.discard(digest)
+            self.device.adapters.remove(digest)
+
     def park(self, id: str) -> None:
         self.commit_in_flight()
         sequence = self.sequences.get(id)
@@ -155,6 +175,8 @@ class Engine:
             self.step_queue.launch(self.scheduler, len(self.transfers.arrivals))
         output.available_blocks = self.pool.available_blocks
         output.ended, self._ended = self._ended, []
+        if self._retired_adapters:
+            self._drop_unused_adapters()
         return output
 
     def commit_in_flight(self) -> None:

@@ -108,7 +108,8 @@ class CpuAdapters:
         self._step: dict[str, Rows] = {}
         self._forwards = {name: AdaptedLinear(layer, self._step) for name, layer in targets.items()}
         self._layers: dict[nn.Module, Forward] = {targets[name]: each for name, each in self._forwards.items()}
-        self._step_changes, self._fused_names = StepChanges(), self._take_fused(model)
+        self._step_changes = StepChanges()
+        self._fused_names = self._take_fused(model)
         self._adapters: dict[str, CpuAdapter] = {}
 
     def __contains__(self, digest: object) -> bool:

@@ -31,10 +31,10 @@ from tests.engine.test_adapter_parity import add, logits, serve
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
-    "intermediate_size": 352,
+    "intermediate_size": 384,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
 LENGTHS = [70, 1, 33, 17, 40]
@@ -42,9 +42,9 @@ CHOICE = ["one", "two", "", "one", "two"]
 
 LAYER = {
     "self_attn.q_proj": (128, 128),
-    "self_attn.k_proj": (32, 128),
-    "mlp.gate_proj": (352, 128),
-    "mlp.down_proj": (128, 352),
+    "self_attn.k_proj": (64, 128),
+    "mlp.gate_proj": (384, 128),
+    "mlp.down_proj": (128, 384),
 }
 SHAPES = {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()}
 
@@ -210,6 +210,31 @@ def test_sequences_of_other_adapters_share_no_blocks() -> None:
         assert started.cached == (8 if name == "again" else 0)
 
 
+def test_an_adapter_is_dropped_once_no_sequence_has_it() -> None:
+    engine = make_engine()
+    engine.add_adapter(FakeAdapter("a1"))
+    engine.add(make_request("running", adapter="a1"))
+    engine.step()
+    engine.add(make_request("waiting", adapter="a1"))
+    engine.remove_adapter("a1")
+    assert "a1" in engine.device.adapters
+    engine.cancel("running")
+    engine.step()
+    assert "a1" in engine.device.adapters
+    assert run(engine)["waiting"].ended is not None
+    assert "a1" not in engine.device.adapters
+
+
+def test_an_adapter_that_is_added_again_stays() -> None:
+    engine = make_engine()
+    engine.add_adapter(FakeAdapter("a1"))
+    engine.add(make_request("a", adapter="a1"))
+    engine.remove_adapter("a1")
+    engine.add_adapter(FakeAdapter("a1"))
+    run(engine)
+    assert "a1" in engine.device.adapters
+
+
 def test_a_request_with_an_adapter_that_is_not_loaded_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="adapter: one that is loaded here, got 'a1'"):
         make_engine().add(make_request("a", (1, 2), adapter="a1"))
@@ -224,7 +249,7 @@ REFUSED: dict[str, tuple[dict[str, tuple[int, int]], dict[str, Any], str]] = {
         {"target_modules": "all|.*q_proj"},
         "it lacks the matrices of 1 of its target modules, model.layers.1.self_attn.q_proj among them",
     ),
-    "too large": ({"model.layers.0.mlp.up_proj": (352, 128)}, {"lora_alpha": 1e39, "layers_to_transform": 0}, "finite"),
+    "too large": ({"model.layers.0.mlp.up_proj": (384, 128)}, {"lora_alpha": 1e39, "layers_to_transform": 0}, "finite"),
 }
 
 
