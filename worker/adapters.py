@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from decant.engine.plan import Adapters
+from decant.engine.plan import Adapters, PreparedAdapter
 from decant.protos import worker_pb2 as wire
 from decant.runtime.settings import SettingError
 
@@ -19,8 +19,12 @@ def load(adapters: Adapters, entries: Iterable[str]) -> tuple[wire.Adapter, ...]
     for name, folder in parse(entries):
         prepared = adapters.load(name, folder)
         adapters.add(prepared)
-        served.append(wire.Adapter(name=name, digest=prepared.digest, rank=prepared.rank, memory_bytes=prepared.nbytes))
+        served.append(announcement(name, prepared))
     return tuple(served)
+
+
+def announcement(name: str, prepared: PreparedAdapter) -> wire.Adapter:
+    return wire.Adapter(name=name, digest=prepared.digest, rank=prepared.rank, memory_bytes=prepared.nbytes)
 
 
 def parse(entries: Iterable[str]) -> Sequence[tuple[str, Path]]:

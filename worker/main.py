@@ -45,6 +45,7 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker import adapters
+from decant.worker.adapter_directory import AdapterDirectory
 from decant.worker.administration import AdminService
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
@@ -183,6 +184,11 @@ class Worker:
         prefill, decode = await self._open(host)
         server.shutdown.ends_process = False
         registrar = await self._register(host, files)
+        if settings.adapter_directory is not None:
+            announce = partial(_announce_adapters, registrar, host)
+            directory = AdapterDirectory(settings.adapter_directory, host, announce)
+            watch = BackgroundTask("adapter directory", directory.run, self._part_failed)
+            await self._stack.enter_async_context(watch)
         self._parts = _Parts(host, prefill, decode, registrar)
         admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar.renew_now)
         self._deferred["Admin"].attach(partial(services.add_AdminServicer_to_server, admin))
@@ -284,8 +290,14 @@ class Worker:
 def _check(settings: WorkerSettings) -> None:
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     adapters.parse(settings.adapters)
+    if settings.adapter_directory is not None and not settings.adapter_directory.is_dir():
+        raise SettingError("adapter_directory", "a directory", settings.adapter_directory)
     if settings.advertise is None and is_every_address(settings.host):
         raise SettingError("advertise", "needed where host is every address", "nothing")
+
+
+def _announce_adapters(registrar: Registrar, host: EngineHost) -> None:
+    registrar.set_adapters(host.adapters)
 
 
 async def _warm_up_engine(host: EngineHost) -> None:

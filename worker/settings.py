@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -84,6 +85,11 @@ class WorkerSettings(MemberSettings):
     adapters: tuple[str, ...] = Field(
         default=(),
         description="LoRA adapters of the model, on a CPU: NAME=FOLDER, separated by commas; a folder as PEFT saves it",
+    )
+    adapter_directory: Path | None = Field(
+        default=None,
+        description="directory of further adapters, a folder each with its name; they are loaded, replaced and dropped "
+        "within seconds of a change",
     )
     exact: bool = Field(
         default=False,

@@ -46,6 +46,8 @@ class RequestRejected(Exception):
     @classmethod
     def of(cls, error: InvalidRequest) -> RequestRejected:
         name = error.field.partition("[")[0]
+        if name == "adapter":  # it was dropped after the request had come
+            return cls.because(name, error.limit, error.value, wire.CAUSE_UNKNOWN_ADAPTER)
         known = name in _SAMPLING or name.endswith("_penalty")
         return cls.because(f"sampling.{error.field}" if known else _FIELDS.get(name, name), error.limit, error.value)
 

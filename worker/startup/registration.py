@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.protos.worker_pb2 import Load, Role
+from decant.protos.worker_pb2 import Adapter, Load, Role
 from decant.runtime.background import BackgroundTask, RestartPolicy, run_restarting
 from decant.runtime.telemetry import logs
 from decant.state.directory import RegistrationHandle, Workers
@@ -68,6 +68,12 @@ class Registrar:
     def set_role(self, role: Role) -> None:
         """Register the role soon, and again whenever the registration was lost."""
         self._registration.role = role  # the handle, if there is one, has the same message
+        self.renew_now()
+
+    def set_adapters(self, adapters: Iterable[Adapter]) -> None:
+        """Register the adapters soon, and again whenever the registration was lost."""
+        del self._registration.adapters[:]
+        self._registration.adapters.extend(adapters)
         self.renew_now()
 
     async def _renew_always(self) -> None:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from decant.engine.engine import Engine
+from decant.worker.adapter_directory import FILES, AdapterDirectory
+from tests.worker.harness import ADAPTERS, WorkerHarness, worker
+
+
+def save(folder: Path, name: str, content: str) -> None:
+    (folder / name).mkdir(exist_ok=True)
+    for file in FILES:
+        (folder / name / file).write_text(content)
+
+
+class Watched:
+    def __init__(self, folder: Path, harness: WorkerHarness) -> None:
+        self.folder, self.harness = folder, harness
+        self.announced = 0
+        self.directory = AdapterDirectory(folder, harness.host, self._count)
+
+    def _count(self) -> None:
+        self.announced += 1
+
+    async def settle(self) -> Mapping[str, str]:
+        """Look until a change of before is applied; return the digests by name of what the directory adds."""
+        for _ in range(2):
+            await self.directory.look()
+        given = {adapter.name for adapter in ADAPTERS}
+        return {adapter.name: adapter.digest for adapter in self.harness.host.adapters if adapter.name not in given}
+
+    async def has(self, digest: str) -> bool:
+        def look(engine: Engine) -> bool:
+            return digest in engine.device.adapters
+
+        return await self.harness.host.loop.call(look)
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    async with worker() as harness:
+        yield Watched(tmp_path, harness)
+
+
+async def test_folders_are_loaded_replaced_and_dropped(watched: Watched) -> None:
+    save(watched.folder, "one", "1")
+    save(watched.folder, "two", "2")
+    first = await watched.settle()
+    assert set(first) == {"one", "two"}
+    save(watched.folder, "one", "1, revised")
+    second = await watched.settle()
+    assert (second["one"] != first["one"], second["two"]) == (True, first["two"])
+    assert [await watched.has(digest) for digest in (first["one"], second["one"])] == [False, True]
+    shutil.rmtree(watched.folder / "two")
+    assert await watched.settle() == {"one": second["one"]}
+    assert not await watched.has(first["two"])
+    assert watched.announced == 4
+    await watched.settle()
+    assert watched.announced == 4, "nothing has changed"
+
+
+async def test_a_folder_that_is_being_written_is_not_read(watched: Watched) -> None:
+    save(watched.folder, "one", "half")
+    await watched.directory.look()
+    save(watched.folder, "one", "the whole of it")
+    await watched.directory.look()
+    assert await watched.settle()
+    assert watched.announced == 1
+
+
+async def test_a_refused_folder_is_logged_once_and_leaves_what_its_name_stood_for(watched: Watched) -> None:
+    save(watched.folder, "one", "1")
+    before = await watched.settle()
+    shutil.copytree(watched.folder / "one", watched.folder / ADAPTERS[0].name)
+    with capture_logs() as logged:
+        for _ in range(3):
+            assert await watched.settle() == before
+    refused = [line for line in logged if line["event"] == "adapter refused"]
+    assert [(line["name"], line["reason"]) for line in refused] == [(ADAPTERS[0].name, "--adapters has the name")]
+
+
+async def test_folders_of_other_names_and_without_the_files_are_left_alone(watched: Watched) -> None:
+    for name in (".hidden", "a b"):
+        save(watched.folder, name, "1")
+    (watched.folder / "empty").mkdir()
+    (watched.folder / "file").write_text("1")
+    assert await watched.settle() == {}
+
+
+async def test_equal_folders_are_one_adapter_that_stays_while_a_name_stands_for_it(watched: Watched) -> None:
+    save(watched.folder, "one", "1")
+    save(watched.folder, "same", "1")
+    digests = await watched.settle()
+    assert digests["one"] == digests["same"]
+    shutil.rmtree(watched.folder / "one")
+    assert await watched.settle() == {"same": digests["same"]}
+    assert await watched.has(digests["same"])
