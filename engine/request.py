@@ -13,6 +13,7 @@ from decant.engine.errors import InvalidRequest
 from decant.engine.guides.compiler import Grammar
 from decant.engine.guides.mask import GuideMask
 from decant.engine.logits_processors import Bias, LogitsProcessor, MinLength, Penalties
+from decant.engine.reasoning import ReasoningBudget, ReasoningLimit
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0  # also below 0
@@ -154,6 +155,7 @@ class Request:
     salt              prefix caches of different salts are separate, as those of different adapters
     adapter           digest of the adapter that it is computed with; empty: none
     grammar           what the output's text must match; None: nothing
+    reasoning         limit of the tokens of its reasoning; None: no limit
     park_after        output tokens after which the sequence keeps its blocks unscheduled, for a handoff; None: never
     """
 
@@ -170,6 +172,7 @@ class Request:
     prompt_logprobs_from: int = 1
     embedding: EmbeddingParams | None = None
     grammar: Grammar | None = None
+    reasoning: ReasoningLimit | None = None
     park_after: int | None = None
     adapter: str = ""
     cache_salt: bytes = field(init=False, repr=False, compare=False)
@@ -201,6 +204,8 @@ class Request:
             processors.append(Penalties(self.prompt_len, *sampling.penalties))
         if self.grammar is not None:
             processors.append(GuideMask(self.prompt_len, self.grammar))
+        if self.reasoning is not None:
+            processors.append(ReasoningBudget(self.prompt_len, self.reasoning))
         return tuple(processors)
 
     @property
@@ -279,6 +284,8 @@ def check_request(request: Request, vocabulary: int, eos: Set[int], context_leng
     check_tokens("stop_token_ids", request.stop.stop_token_ids, vocabulary)
     check_tokens("logit_bias", tuple(request.sampling.logit_bias), vocabulary)
     check_tokens_remain(request.stop, eos, vocabulary)
+    if request.reasoning is not None:
+        check_tokens("reasoning", (request.reasoning.highest_token,), vocabulary)
     if request.grammar is not None:
         request.grammar.prepare()
     generated = len(request.token_ids) - request.prompt_len

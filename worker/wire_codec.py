@@ -7,6 +7,7 @@ from decant.engine.errors import InvalidRequest
 from decant.engine.guides.compiler import Grammar, GrammarCompiler
 from decant.engine.guides.guide import Guide
 from decant.engine.plan import TokenLogprobs
+from decant.engine.reasoning import ReasoningLimit, ReasoningMarkers
 from decant.engine.request import EmbeddingParams, FinishReason, Pooling, Request, SamplingParams, StopParams
 from decant.protos import worker_pb2 as wire
 from decant.runtime import priority
@@ -89,6 +90,7 @@ def to_requests(
             embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
             grammar=_grammar(message.guide, guides),
             adapter=message.adapter,
+            reasoning=_reasoning(message.reasoning) if message.HasField("reasoning") else None,
         )
         return [_output_request(whole, prefix, place, park_after) for place, prefix in enumerate(message.outputs)]
     except InvalidRequest as error:
@@ -125,6 +127,11 @@ def _embedding(message: wire.Embedding) -> EmbeddingParams:
 def _check_adapter(digest: str, adapters: Container[str]) -> None:
     if digest and digest not in adapters:
         raise RequestRejected.because("adapter", "one that this worker has", digest, wire.CAUSE_UNKNOWN_ADAPTER)
+
+
+def _reasoning(message: wire.ReasoningLimit) -> ReasoningLimit:
+    begin = tuple(_unpacked("reasoning.begin", message.begin))
+    return ReasoningLimit(ReasoningMarkers(begin, message.end, message.is_open), message.max_tokens)
 
 
 def _check_supported(message: wire.EngineRequest, model: str, unsupported: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from decant.client.fields import set_field
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import InvalidArgument
 
-_MESSAGE = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+_MESSAGE = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"})
 _MODES: Mapping[str, pb.ToolChoice.Mode] = {
     "auto": pb.ToolChoice.MODE_AUTO,
     "none": pb.ToolChoice.MODE_NONE,
@@ -23,7 +23,9 @@ def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping) or not message.keys() <= _MESSAGE:
-            raise InvalidArgument(where, "role, content, name, tool_calls, tool_call_id, nothing else", repr(message))
+            raise InvalidArgument(
+                where, "role, content, name, tool_calls, tool_call_id, reasoning, nothing else", repr(message)
+            )
         added = target.messages.add()
         for name, value in message.items():
             if value is None:

@@ -18,7 +18,8 @@ from decant.runtime.errors import InvalidArgument
 M = TypeVar("M", bound=Message)
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""Oldest first: ``{"role": "user", "content": "..."}``; also ``name``, ``tool_calls`` and ``tool_call_id``."""
+"""Oldest first: ``{"role": "user", "content": "..."}``; also ``name``, ``reasoning``, ``tool_calls`` and
+``tool_call_id``."""
 Prompt: TypeAlias = str | Sequence[int] | Messages
 """Text, token ids, or messages."""
 
@@ -30,10 +31,12 @@ class Options(TypedDict, total=False):
     lora_name: str | None
     user: str | None
     parse_special_tokens: bool | None
-    add_generation_prompt: bool | None  # of messages, as the next two
+    add_generation_prompt: bool | None  # of messages, as the next five
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
+    reasoning: bool | None
+    continue_final_message: bool | None
     # SamplingParams
     temperature: float | None
     top_p: float | None
@@ -49,6 +52,7 @@ class Options(TypedDict, total=False):
     # StoppingParams
     max_tokens: int | None
     min_tokens: int | None
+    max_reasoning_tokens: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
@@ -182,7 +186,10 @@ def _field_of_messages(name: str) -> Callable[[pb.Messages, Any], None]:
 
 
 _OF_MESSAGES: Mapping[str, Callable[[pb.Messages, Any], None]] = {
-    **{name: _field_of_messages(name) for name in ("add_generation_prompt", "parallel_tool_calls")},
+    **{
+        name: _field_of_messages(name)
+        for name in ("add_generation_prompt", "continue_final_message", "parallel_tool_calls", "reasoning")
+    },
     "tools": add_tools,
     "tool_choice": set_tool_choice,
 }

@@ -54,7 +54,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text, calls and tokens of an output; `token_ids` and `logprobs` are empty unless requested."""
+    """New text, calls, reasoning and tokens of an output; `token_ids` and `logprobs` are empty unless requested."""
 
     index: int
     text: str
@@ -62,6 +62,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[pb.TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,15 @@ class Output:
     logprobs: tuple[pb.TokenLogprob, ...]
     finished: Finished | None
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a request; `text`, `tool_calls`, `token_ids`, `logprobs` and `finished` are those of its output.
+    """Result of a request.
 
-    They raise ValueError where there are several: read `outputs` then.
+    `text`, `reasoning`, `tool_calls`, `token_ids`, `logprobs` and `finished` are those of its output. They raise
+    ValueError where there are several: read `outputs` then.
     """
 
     request_id: str
@@ -136,6 +139,10 @@ class Answer:
     @property
     def text(self) -> str:
         return only(self.outputs).text
+
+    @property
+    def reasoning(self) -> str:
+        return only(self.outputs).reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -254,7 +261,7 @@ def plain(kind: type[_T], message: Message) -> _T:
 def delta(message: pb.Delta) -> Delta:
     pieces = tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls)
     tokens, logprobs = tuple(message.token_ids), tuple(message.logprobs)
-    return Delta(message.index, message.text, message.num_tokens, tokens, logprobs, pieces)
+    return Delta(message.index, message.text, message.num_tokens, tokens, logprobs, pieces, message.reasoning)
 
 
 def joined_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
@@ -271,7 +278,8 @@ def joined_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
 def _output(message: pb.Output) -> Output:
     finished = finished_as(message.finished) if message.HasField("finished") else None
     calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
-    return Output(message.index, message.text, tuple(message.token_ids), tuple(message.logprobs), finished, calls)
+    ids, logprobs = tuple(message.token_ids), tuple(message.logprobs)
+    return Output(message.index, message.text, ids, logprobs, finished, calls, message.reasoning)
 
 
 def finished_as(message: pb.Finished) -> Finished:

@@ -28,6 +28,11 @@ class Transcript:
         return only(self.outputs).text if self.outputs else ""
 
     @property
+    def reasoning(self) -> str:
+        """Reasoning of the output so far. Raises ValueError where there are several outputs: read `outputs` then."""
+        return only(self.outputs).reasoning if self.outputs else ""
+
+    @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Calls of the output so far. Raises ValueError where there are several outputs: read `outputs` then."""
         return only(self.outputs).tool_calls if self.outputs else ()
@@ -47,6 +52,7 @@ class Transcript:
                 logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
                 finished=self._finished.get(index),
                 tool_calls=results.joined_calls(deltas),
+                reasoning="".join(delta.reasoning for delta in deltas),
             )
             for index in sorted(self._deltas.keys() | self._finished.keys())
             for deltas in [self._deltas.get(index, [])]

@@ -50,6 +50,8 @@ def generate(  # noqa: PLR0913 - a command's options are its parameters
     lora_name: opt.LoraName = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,
+    max_reasoning_tokens: opt.MaxReasoningTokens = None,
+    reasoning: opt.Reasoning = None,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,

@@ -198,6 +198,9 @@ def _show(stream: Stream, clock: Clock, *, as_json: bool, has_several: bool) -> 
             _print_status(f"resumed at {router}")
         resumed = len(stream.resumed_at)
         if not as_json and not has_several:
+            if delta.reasoning:
+                sys.stderr.write(delta.reasoning)
+                sys.stderr.flush()
             sys.stdout.write(delta.text)
             sys.stdout.flush()
     if as_json:
@@ -270,6 +273,7 @@ def _output(output: Output) -> dict[str, Any]:
     finished = output.finished
     return {
         "text": output.text,
+        "reasoning": output.reasoning,
         "tool_calls": [asdict(call) for call in output.tool_calls],
         "token_ids": list(output.token_ids),
         "logprobs": [_message(logprob) for logprob in output.logprobs],

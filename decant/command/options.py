@@ -40,6 +40,8 @@ ToolChoice = Annotated[
 ModelId = Annotated[str | None, Option(help="Model id; unset: the server's default.")]
 LoraName = Annotated[str | None, Option("--lora", help="Name of one of the model's adapters; unset: none.")]
 MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
+MaxReasoningTokens = Annotated[int | None, Option(help="Maximum tokens of reasoning, whose end is forced then.")]
+Reasoning = Annotated[bool | None, Option(help="Turn reasoning on or off, if the chat template has a switch for it.")]
 MinTokens = Annotated[int | None, Option(help="Minimum output tokens before the output may end.")]
 Temperature = Annotated[float | None, Option(help="Sampling temperature; 0 takes the most likely token.")]
 TopP = Annotated[float | None, Option(help="Share of probability to draw from.")]

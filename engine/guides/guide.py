@@ -36,7 +36,8 @@ _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")
 class GuideKind(StrEnum):
     """Values are the names of the fields of ``GuidedDecoding``, and of workers' ``Guide``.
 
-    ANSWER is a grammar that a router made of a request's tools, and STRUCTURAL_TAG one that it made of the field.
+    ANSWER is a grammar in the form of llguidance, which a router made of a request's tools, guide and reasoning;
+    STRUCTURAL_TAG is one that it made of the field.
     """
 
     JSON_SCHEMA = "json_schema"
@@ -96,9 +97,7 @@ class Guide:
                 return _grammar(lark_grammar="start: TEXT\nTEXT: " + " | ".join(map(lark_literal, self.choices)))
             case GuideKind.GRAMMAR:
                 return _grammar(lark_grammar=_checked_lark(self.field, self.text))
-            case GuideKind.ANSWER:
-                return _grammar(lark_grammar=self.text)
-            case GuideKind.STRUCTURAL_TAG:
+            case GuideKind.ANSWER | GuideKind.STRUCTURAL_TAG:
                 return self.text
             case GuideKind.REGEX:
                 return _regex_grammar(self.field, self.text)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from decant.engine.errors import InvalidRequest
 from decant.engine.guides.guide import Guide, GuideKind
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.text.answer_grammar import CallRules, answer_grammar
-from decant.router.text.reasoning.formats import Opening, opening_of
+from decant.router.text.answer_grammar import answer_grammar, guide_after_reasoning
+from decant.router.text.reasoning.formats import Reasoning
 from decant.router.text.served_model import ServedModel
 from decant.router.text.structural_tags import structural_tag_grammar
 from decant.router.text.tools.call_options import call_rules
@@ -19,19 +18,22 @@ from decant.runtime.errors import InvalidArgument
 
 
 async def guide_of(
-    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, deadline: Deadline
+    request: pb.GenerateRequest, reasoning: Reasoning | None, model: ServedModel, deadline: Deadline
 ) -> wire.Guide | None:
-    """Guide of a request, of which the model's workers can compile a grammar.
+    """Guide of a request whose output may begin with ``reasoning``, of which the model's workers can compile a grammar.
 
     Raises InvalidArgument; QueueFull or DeadlineExceeded where it waits for others to be compiled.
     """
-    guide = _guide(request, prompt, model)
+    guide = _guide(request, reasoning, model)
     if guide is None:
         return None
     _check_stopping(request.stopping, "messages.tools" if guide.kind is GuideKind.ANSWER else "guided")
     if model.guides is None:
         raise InvalidArgument(guide.field, "unset for this model", guide.kind)
     await model.guides.check(guide, deadline)
+    if reasoning is not None and guide.kind is not GuideKind.ANSWER:
+        guide = Guide(GuideKind.ANSWER, guide_after_reasoning(guide.grammar(), reasoning, model.terms))
+        await model.guides.check(guide, deadline)
     if guide.kind is GuideKind.ANSWER:
         return wire.Guide(answer=guide.text)
     if guide.kind is GuideKind.STRUCTURAL_TAG:
@@ -39,7 +41,7 @@ async def guide_of(
     return wire.Guide.FromString(request.guided.SerializeToString())
 
 
-def _guide(request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel) -> Guide | None:
+def _guide(request: pb.GenerateRequest, reasoning: Reasoning | None, model: ServedModel) -> Guide | None:
     kind = request.guided.WhichOneof("guide")
     if kind is None and request.HasField("guided"):
         raise InvalidArgument("guided", "one of its fields", "none")
@@ -50,19 +52,10 @@ def _guide(request: pb.GenerateRequest, prompt: Sequence[int], model: ServedMode
         if kind is not None:
             limit = "unset where tool_choice, strict tools or parallel_tool_calls give the answer a grammar"
             raise InvalidArgument("guided", limit, kind)
-        return Guide(GuideKind.ANSWER, _answer_grammar(rules, prompt, model))
+        assert model.call_format is not None
+        return Guide(GuideKind.ANSWER, answer_grammar(model.call_format, rules, model.terms, reasoning))
     except InvalidRequest as error:
         raise InvalidArgument(error.field, error.limit, error.value) from None
-
-
-def _answer_grammar(rules: CallRules, prompt: Sequence[int], model: ServedModel) -> str:
-    reasoning, is_open = model.reasoning, False
-    if reasoning is not None:
-        opening = opening_of(reasoning, prompt, model.token_table)
-        is_open = opening is Opening.OPEN
-        reasoning = None if opening is Opening.CLOSED else reasoning
-    assert model.call_format is not None
-    return answer_grammar(model.call_format, rules, model.terms, reasoning, is_reasoning_open=is_open)
 
 
 def _guide_of_kind(kind: str, value: Any, model: ServedModel) -> Guide:

@@ -8,8 +8,8 @@ from decant.router.api.usage import RequestMeter
 from decant.router.request.output import Finish, Output
 from decant.router.request.reader_lease import Write
 from decant.router.request.token_stream import Counts, TokenStream
+from decant.router.text.answer import new_answer
 from decant.router.text.detokenizer import TokenTable
-from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
 from decant.router.text.tools.call_parser import Parsed, whole_calls
 from decant.runtime.errors import ServiceError
@@ -23,7 +23,7 @@ MAX_DELTA_TOKENS = 1024
 class OutputReader:
     """Reader of one output: its text, from the tokens after the first ``num_read``."""
 
-    __slots__ = ("_calls", "_model", "_options", "_text", "is_finished", "num_read", "output")
+    __slots__ = ("_answer", "_model", "_options", "is_finished", "num_read", "output")
 
     def __init__(self, stream: TokenStream, output: Output, model: ServedModel, num_read: int = 0) -> None:
         self.output = output
@@ -31,10 +31,10 @@ class OutputReader:
         self.is_finished = False  # its end has been written
         self._model = model
         self._options = options = stream.request.output_options
-        self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
-        self._calls = options.new_call_parser(output.index)
-        if self._text is not None and num_read:
-            self._calls.add(self._text.add(output.tokens[:num_read]))
+        stopping = stream.request.engine_request.stopping
+        self._answer = new_answer(model, options, stopping, output.index) if options.text else None
+        if self._answer is not None and num_read:
+            self._answer.add(output.tokens[:num_read])
 
     @property
     def has_read_all(self) -> bool:
@@ -51,9 +51,10 @@ class OutputReader:
         delta.index = self.output.index
         delta.num_tokens = count
         delta.output_seq = self.num_read
-        if self._text is not None:
-            parsed = self._calls.add(self._text.add(tokens))
+        if self._answer is not None:
+            parsed = self._answer.add(tokens)
             delta.text = parsed.text if read else options.echo + parsed.text
+            delta.reasoning = parsed.reasoning
             del delta.tool_calls[:]
             delta.tool_calls.extend(parsed.calls)
         if options.token_ids:
@@ -64,22 +65,19 @@ class OutputReader:
         return count
 
     def flush_text(self) -> Parsed:
-        """Text and calls that were held back; called once, after the last token."""
-        if self._text is None:
-            return Parsed()
-        parsed = self._calls.add(self._text.flush())
-        parsed.extend(self._calls.finish())
-        return parsed
+        """What was held back; called once, after the last token."""
+        return Parsed() if self._answer is None else self._answer.finish()
 
     def all_so_far(self, index: int) -> pb.Output:
         """The output as one message: what is there now, as the output ``index`` of the answer."""
         options, tokens, finish = self._options, self.output.tokens, self.output.finish
         message = pb.Output(index=index, token_ids=tokens if options.token_ids else ())
-        if self._text is not None and (tokens or finish is not None):
-            parsed = self._calls.add(self._text.add(tokens))
+        if self._answer is not None and (tokens or finish is not None):
+            parsed = self._answer.add(tokens)
             if finish is not None:
-                parsed.extend(self.flush_text())
+                parsed.extend(self._answer.finish())
             message.text = options.echo + parsed.text
+            message.reasoning = parsed.reasoning
             message.tool_calls.extend(whole_calls(parsed.calls))
         if options.logprobs is not None:
             message.logprobs.extend(self._logprobs(0, len(tokens)))
@@ -146,9 +144,11 @@ class ResponseWriter:
             reader.is_finished = True
             num_left -= 1
             rest = reader.flush_text()
-            if rest.text or rest.calls:
-                index, seq = reader.output.index, reader.num_read
-                message.delta.CopyFrom(pb.Delta(index=index, text=rest.text, tool_calls=rest.calls, output_seq=seq))
+            if not rest.is_empty:
+                delta = pb.Delta(index=reader.output.index, text=rest.text, reasoning=rest.reasoning)
+                delta.output_seq = reader.num_read
+                delta.tool_calls.extend(rest.calls)
+                message.delta.CopyFrom(delta)
                 await write(message)
             message.finished.CopyFrom(finish.finished(reader.output.index))
             if is_last and meter is not None:

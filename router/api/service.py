@@ -168,6 +168,7 @@ class InferenceService:
                 pb.Adapter(name=adapter.name, revision=adapter.digest, rank=adapter.rank)
                 for adapter in self._registry.adapters(model.id).values()
             ],
+            reasoning_format=model.reasoning.form.name if model.reasoning is not None else "",
         )
 
     @authenticated

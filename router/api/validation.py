@@ -19,6 +19,7 @@ from decant.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PRIORITY
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.api.guides import guide_of
+from decant.router.api.reasoning import reasoning_after, reasoning_limit
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -33,8 +34,9 @@ from decant.router.limits import (
     check_size,
 )
 from decant.router.request.valid_request import ValidRequest
+from decant.router.text.answer import new_answer
 from decant.router.text.detokenizer import PromptEnd
-from decant.router.text.output_text import OutputOptions, new_output_text
+from decant.router.text.output_text import OutputOptions
 from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.text.stop_strings import StopStrings
@@ -80,14 +82,16 @@ async def validate(
     if context_length is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
     prompt = await prompt_of(request, model, context_length, deadline, unix_time)
-    if request.response.echo or not request.HasField("messages"):
+    if request.response.echo or not request.HasField("messages") or request.messages.continue_final_message:
         end = model.token_table.prompt_end(prompt, skip_special_tokens=options.skip_special_tokens)
         echo = await _echo(request, prompt, model, end, deadline) if request.response.echo else ""
         options = replace(options, after=end, echo=echo)
     stopping = _stopping(request.stopping, model, context_length - len(prompt))
-    guide = await guide_of(request, prompt, model, deadline)
+    reasoning = reasoning_after(request, prompt, model)
+    guide = await guide_of(request, reasoning, model, deadline)
     id = request.request_id or str(uuid.uuid4())
-    options = with_calls(options, request, model, id)
+    answer_options = replace(options, reasoning=reasoning)
+    options = with_calls(answer_options, request, model, id)
     engine_request = wire.EngineRequest(
         model=model.id,
         prompt=pack(prompt),
@@ -100,6 +104,7 @@ async def validate(
         salt=salt_of(tenant, request.cache.cache_salt),
         bypass_prefix_cache=request.cache.bypass_prefix_cache,
         guide=guide,
+        reasoning=reasoning_limit(request.stopping, reasoning, model),
     )
     return ValidRequest(
         key=RequestKey(tenant, id),
@@ -114,7 +119,7 @@ async def validate(
         eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
         session=f"{tenant}/{request.cache.session_id}" if request.cache.session_id else "",
         vocab_size=model.vocab_size,
-        new_output_text=partial(new_output_text, model, options, stopping) if options.stops else None,
+        new_answer=partial(new_answer, model, answer_options, stopping) if options.stops else None,
     )
 
 

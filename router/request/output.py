@@ -18,7 +18,7 @@ from decant.state.logprobs import Logprobs
 
 if TYPE_CHECKING:
     from decant.router.request.token_stream import TokenStream
-    from decant.router.text.output_text import OutputText
+    from decant.router.text.answer import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Output:
         self.finish: Finish | None = None
         self.last_token_at: float | None = None  # the event loop's clock
         self._stream = stream
-        self._text: OutputText | None = None
-        """Text in which stop strings are searched; None without stop strings, and after one."""
+        self._text: Answer | None = None
+        """Answer in whose text stop strings are searched; None without stop strings, and after one."""
         self._base = request.prompt_tokens
         self._limit = request.engine_request.stopping.max_tokens
         self._vocab_size = request.vocab_size
@@ -68,8 +68,8 @@ class Output:
 
     def begin_writing(self) -> None:
         """Search the known tokens for stop strings, and those that are written from now on."""
-        new_text = self._stream.request.new_output_text
-        self._text = None if new_text is None else new_text()
+        new_answer = self._stream.request.new_answer
+        self._text = None if new_answer is None else new_answer()
         for token in self.tokens:
             self._search_stop_string(token)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decant.engine.reasoning import ReasoningCount
 from decant.protos import inference_pb2 as pb
 from decant.router.request.token_stream import TokenStream
 
@@ -13,7 +14,15 @@ def usage_of(stream: TokenStream) -> pb.Usage:
         completion_tokens=num_tokens,
         total_tokens=prompt + num_tokens,
         cached_prompt_tokens=stream.cached_tokens,
+        reasoning_tokens=_reasoning_tokens(stream),
     )
+
+
+def _reasoning_tokens(stream: TokenStream) -> int | None:
+    reasoning = stream.request.output_options.reasoning
+    if reasoning is None:
+        return None
+    return sum(ReasoningCount(reasoning.markers).add(output.tokens).count for output in stream.outputs)
 
 
 def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.request_size import RequestSize, exact_size
-from decant.router.text.output_text import OutputOptions, OutputText
+from decant.router.text.answer import Answer
+from decant.router.text.output_text import OutputOptions
 from decant.runtime.connections.channel import Deadline
 from decant.state.ids import RequestKey
 from decant.state.journal import TOKEN_LIMIT
@@ -31,8 +32,8 @@ class ValidRequest:
     """Such requests likely share a prefix; empty: none."""
     vocab_size: int = TOKEN_LIMIT
     """Output token ids are below this."""
-    new_output_text: Callable[[], OutputText] | None = None
-    """None without stop strings."""
+    new_answer: Callable[[], Answer] | None = None
+    """For the search of stop strings; None without any."""
 
     @property
     def num_outputs(self) -> int:
@@ -40,5 +41,5 @@ class ValidRequest:
 
     @property
     def size(self) -> RequestSize:
-        has_stop_strings = self.new_output_text is not None
+        has_stop_strings = self.new_answer is not None
         return exact_size(self.engine_request, self.prompt_tokens, has_stop_strings=has_stop_strings)

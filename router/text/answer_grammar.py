@@ -1,4 +1,4 @@
-"""Grammar of a whole answer, in llguidance's form of Lark: reasoning, then text or calls of tools.
+"""Grammar of a whole answer, in the form of llguidance: reasoning, then text or calls of tools, or a client's guide.
 
 One grammar covers all of it, from the first token on: none begins at a marker that the model may write otherwise.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from decant.engine.guides.guide import JSON_OPTIONS, lark_literal
-from decant.router.text.reasoning.formats import ReasoningTokens
+from decant.router.text.reasoning.formats import Reasoning
 from decant.router.text.tools.call_format import ARGUMENTS, TOOL, CallFormat, WrittenCalls
 
 
@@ -55,27 +55,28 @@ def _is_tag(text: str) -> bool:
     return text.startswith("<") and text.endswith(">")
 
 
-def answer_grammar(
-    form: CallFormat,
-    rules: CallRules,
-    terms: LarkTerms,
-    reasoning: ReasoningTokens | None = None,
-    *,
-    is_reasoning_open: bool = False,
-) -> str:
-    """Grammar of answers of ``form``. ``reasoning`` may come first, and does if the prompt has begun it."""
-    lines = [f"start: {'thought' if is_reasoning_open else 'thought?' if reasoning else ''} answer"]
-    if reasoning is not None:
-        lines.append(f"thought: {_thought(reasoning, terms, is_open=is_reasoning_open)}")
-    lines += _answer(form, rules, terms)
-    lines += _calls(form.written, rules, terms)
-    return "\n".join(lines) + "\n"
+def answer_grammar(form: CallFormat, rules: CallRules, terms: LarkTerms, reasoning: Reasoning | None = None) -> str:
+    """Grammar of answers of ``form``. Reasoning may come first, and does if the prompt has begun it."""
+    lines = [*_start(reasoning, terms), *_answer(form, rules, terms), *_calls(form.written, rules, terms)]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}]})
 
 
-def _thought(reasoning: ReasoningTokens, terms: LarkTerms, *, is_open: bool) -> str:
-    begin = "" if is_open else " ".join(f"<[{id}]>" for id in reasoning.begin)
-    others = ",".join(map(str, sorted({reasoning.begin[0], reasoning.end, *terms.eos})))
-    return f"{begin} <[^{others}]>* <[{reasoning.end}]> {terms.of(reasoning.form.then)}"
+def guide_after_reasoning(grammar: str, reasoning: Reasoning, terms: LarkTerms) -> str:
+    """Grammar of a guide, in the form of llguidance, behind the reasoning."""
+    first, *others = json.loads(grammar)["grammars"]
+    lines = [*_start(reasoning, terms), f"answer: {terms.of(reasoning.form.answer)} @guide"]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, {**first, "name": "guide"}, *others]})
+
+
+def _start(reasoning: Reasoning | None, terms: LarkTerms) -> Iterator[str]:
+    if reasoning is None:
+        yield "start: answer"
+        return
+    markers, form = reasoning.markers, reasoning.form
+    begin = "" if markers.is_open else " ".join(f"<[{id}]>" for id in markers.begin)
+    others = ",".join(map(str, sorted({markers.begin[0], markers.end, *terms.eos})))
+    yield f"start: {'thought' if markers.is_open else 'thought?'} answer"
+    yield f"thought: {begin} <[^{others}]>* <[{markers.end}]> {terms.of(form.then)}"
 
 
 def _answer(form: CallFormat, rules: CallRules, terms: LarkTerms) -> Iterator[str]:

@@ -22,6 +22,14 @@ from decant.runtime.errors import InvalidArgument
 MAX_RENDERED = 16 * 1024 * 1024
 """Characters."""
 NO_DEADLINE = Deadline()
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+NO_VARIABLES: Mapping[str, bool] = {}
+
+
+def _is_variable(name: str, template: str) -> bool:
+    return re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", template) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class ChatTemplate:
     ) -> None:
         self.source = template
         self.takes_tools = re.search(r"\btools\b", template) is not None
+        self.reasoning_switches = [name for name in _SWITCHES if _is_variable(name, template)]
+        """Variables that turn reasoning on and off."""
         self._tokens = added.control
         self._work = TextWork(max_concurrent=1)
         setup = {
@@ -60,20 +70,27 @@ class ChatTemplate:
         failure: str | None = self._channel.start().get("failed")
         return failure
 
-    async def render(
+    async def render(  # noqa: PLR0913 - a conversation, how it ends, and what its template gets
         self,
         messages: Sequence[pb.Message],
         tools: Sequence[pb.Tool] = (),
         *,
         add_generation_prompt: bool,
+        continues: bool = False,
+        variables: Mapping[str, bool] = NO_VARIABLES,
         deadline: Deadline = NO_DEADLINE,
         unix_time: float | None = None,
     ) -> Rendered:
-        """Render messages; ``unix_time`` is what the template takes for now, None: the clock's."""
+        """Render messages; ``unix_time`` is what the template takes for now, None: the clock's.
+
+        ``continues``: end with the content of the last message. ``variables`` are the request's.
+        """
         conversation = Conversation()
         head = {
             **conversation.head(messages, tools),
             "add_generation_prompt": add_generation_prompt,
+            "continues": continues,
+            "variables": dict(variables),
             "lengths": list(map(len, conversation.texts)),
             "time": unix_time,
         }

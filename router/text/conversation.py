@@ -55,7 +55,7 @@ class Conversation:
             if message.content:
                 raise InvalidArgument(f"messages.messages[{place}].content", "empty with parts", message.content)
             head["content"] = [add(part.text) for part in message.parts]
-        for name in ("name", "tool_call_id"):
+        for name in ("name", "tool_call_id", "reasoning"):
             if text := getattr(message, name):
                 head[name] = add(text)
         if message.tool_calls:

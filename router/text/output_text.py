@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
 from decant.router.text.detokenizer import Detokenizer, PromptEnd
+from decant.router.text.reasoning.formats import Reasoning
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings
 from decant.router.text.tools.call_parser import PlainText
@@ -38,6 +39,8 @@ class OutputOptions:
     stops: StopStrings | None = None
     include_stop: bool = False
     min_chunk_tokens: int = 1
+    reasoning: Reasoning | None = None
+    """Of outputs that may begin with it; None: all is text."""
 
 
 def new_output_text(model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> OutputText:
@@ -72,6 +75,10 @@ class OutputText:
         text = self._decode(tokens)
         return text if self._remaining_tokens else text + OutputText.flush(self)
 
+    def skip(self, count: int) -> None:
+        """Count tokens of the output that are not of this text."""
+        self._remaining_tokens -= count
+
     def _decode(self, tokens: Sequence[int]) -> str:
         text, begin = "", 0
         if self._shown_tokens:
@@ -96,6 +103,10 @@ class StoppableText(OutputText):
         self._held = ""
         ids = model.token_table.special_tokens if options.skip_special_tokens else {}
         self._stop_tokens = {ids[stop]: stop for stop in self._stops.texts if stop in ids}  # they have no text
+
+    def skip(self, count: int) -> None:
+        super().skip(count)
+        self._tokens_before_stops = max(0, self._tokens_before_stops - count)
 
     def add(self, tokens: Sequence[int]) -> str:
         before_stops, tokens = tokens[: self._tokens_before_stops], tokens[self._tokens_before_stops :]

@@ -4,9 +4,10 @@ where a text waits for a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from decant.protos import inference_pb2 as pb
+from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.control_tokens import WrittenTokens
 from decant.router.text.conversation import offered_tools
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
@@ -88,16 +89,47 @@ async def chat_tokens(
         raise InvalidArgument("messages", "a model with a chat template", model.id, advice=advice)
     if not messages.messages:
         raise InvalidArgument("messages.messages", "at least 1 message", 0)
-    add_prompt = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
+    is_continued = messages.continue_final_message
+    add_prompt = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else not is_continued
+    if is_continued:
+        _check_continued(messages)
     tools = offered_tools(messages)
     template = model.tool_chat if tools and model.tool_chat is not None else model.chat
     if tools and not template.takes_tools:
         raise InvalidArgument("messages.tools", "a model whose chat template takes tools", model.id)
     rendered = await template.render(
-        messages.messages, tools, add_generation_prompt=add_prompt, deadline=deadline, unix_time=unix_time
+        messages.messages,
+        tools,
+        add_generation_prompt=add_prompt,
+        continues=is_continued,
+        variables=_switch(messages, template, model.id),
+        deadline=deadline,
+        unix_time=unix_time,
     )
     written = None if parse_special else rendered.written
     return await text_tokens("messages", rendered.text, model, context_length, deadline, special=False, written=written)
+
+
+def _check_continued(messages: pb.Messages) -> None:
+    if messages.add_generation_prompt:
+        raise InvalidArgument("messages.add_generation_prompt", "unset with continue_final_message", True)
+    place = len(messages.messages) - 1
+    last, field = messages.messages[place], f"messages.messages[{place}]"
+    if last.role != "assistant":
+        raise InvalidArgument(f"{field}.role", "assistant with continue_final_message", last.role)
+    if not (last.content.strip() or "".join(part.text for part in last.parts).strip()) or last.tool_calls:
+        limit = "text, and no calls, with continue_final_message"
+        raise InvalidArgument(f"{field}.content", limit, last.content or "calls" if last.tool_calls else "")
+
+
+def _switch(messages: pb.Messages, template: ChatTemplate, model: str) -> Mapping[str, bool]:
+    """What turns the template's reasoning on or off."""
+    if not messages.HasField("reasoning"):
+        return {}
+    if not template.reasoning_switches:
+        limit = f"unset for {model}, whose chat template has no switch for it"
+        raise InvalidArgument("messages.reasoning", limit, messages.reasoning)
+    return dict.fromkeys(template.reasoning_switches, messages.reasoning)
 
 
 def text_written(

@@ -23,7 +23,7 @@ from decant.router.text.control_tokens import InseparableTokens, PlainTokenizer,
 from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.guide_check import GuideCheck
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
-from decant.router.text.reasoning.formats import ReasoningTokens, reasoning_tokens
+from decant.router.text.reasoning.formats import Reasoning, reasoning_of
 from decant.router.text.template_files import DEFAULT, FOR_TOOLS, read_templates
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
@@ -64,7 +64,7 @@ class ServedModel:
     """The template of conversations with tools, if the model has one for these."""
     call_format: CallFormat | None = None
     """Format of calls that the template declares."""
-    reasoning: ReasoningTokens | None = None
+    reasoning: Reasoning | None = None
     """Markers of reasoning that the template declares."""
     other_templates: tuple[str, ...] = ()
     """Names of the chat templates beside the default."""
@@ -226,7 +226,7 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             chat=ChatTemplate(default, variables, added) if default else None,
             tool_chat=ChatTemplate(for_tools, variables, added) if for_tools else None,
             call_format=format_of(for_tools or default or ""),
-            reasoning=reasoning_tokens(default or "", tokenizer),
+            reasoning=reasoning_of(default or "", tokenizer),
             other_templates=tuple(templates),
             contradictions=tuple(contradictions(files, tokenizer, config)),
             hashes=files.hashes,

@@ -72,13 +72,13 @@ PROMPT = "prompt: a text, token ids or messages"
         ({"prompt": [{"role": 3}]}, "messages[0].role: a text, got 3"),
         (
             {"prompt": [{"nome": "x"}]},
-            "messages[0]: role, content, name, tool_calls, tool_call_id, nothing else, got {'nome': 'x'}",
+            "messages[0]: role, content, name, tool_calls, tool_call_id, reasoning, nothing else, got {'nome': 'x'}",
         ),
         ({"prompt": None, "messages": "x"}, 'messages: a list of {"role": ..., "content": ...}, got \'x\''),
         ({"prompt": None, "messages": []}, 'messages: a list of {"role": ..., "content": ...}, got []'),
         (
             {"prompt": [{"role": "a"}, 3]},
-            "messages[1]: role, content, name, tool_calls, tool_call_id, nothing else, got 3",
+            "messages[1]: role, content, name, tool_calls, tool_call_id, reasoning, nothing else, got 3",
         ),
     ],
     ids=str,
@@ -145,7 +145,11 @@ def test_every_field_of_a_request_is_an_option_of_the_same_name() -> None:
         kind: Any = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
         fields |= {field.name for field in kind.fields}
     assert (
-        fields | {"add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls"}
+        fields
+        | {
+            *("add_generation_prompt", "continue_final_message", "reasoning"),
+            *("tools", "tool_choice", "parallel_tool_calls"),
+        }
         == Options.__annotations__.keys()
     )
 
@@ -225,6 +229,13 @@ def test_tools_and_calls_are_taken_in_the_form_of_other_clients() -> None:
     strict = request(HELLO, {"tools": [{**function, "strict": True}], "parallel_tool_calls": False}).messages
     assert strict.tools[0].strict
     assert strict.HasField("parallel_tool_calls")
+
+
+def test_reasoning_and_a_continued_message_are_options_of_messages() -> None:
+    made = request(HELLO, {"reasoning": False, "continue_final_message": True, "max_reasoning_tokens": 0})
+    assert made.messages.HasField("reasoning")
+    assert made.messages.continue_final_message
+    assert made.stopping.HasField("max_reasoning_tokens")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetch
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -36,10 +37,17 @@ OUTPUTS = 1, 3
 """Of the requests in turn."""
 MOST = 100
 
-GUIDES = (
-    None,
-    wire.Guide(regex="([a-p][q-z0-9]|[A-P]){20}"),
-    wire.Guide(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 9}'),
+REASONING = wire.ReasoningLimit(begin=pack([60]), end=61, is_open=True, max_tokens=2)
+ANSWER = 'start: <[^60,61,63]>* <[61]> <[62]> "{" /[a-p]{20}/'
+"""Reasoning, and then a call."""
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"guide": wire.Guide(regex="([a-p][q-z0-9]|[A-P]){20}")},
+    {"guide": wire.Guide(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 9}')},
+    {"guide": wire.Guide(answer=json.dumps({"grammars": [{"lark_grammar": ANSWER}]})), "reasoning": REASONING},
+    {"reasoning": REASONING},
+    {"guide": wire.Guide(ebnf_grammar='start: /[a-p]/ start | "z"')},
+    {},
 )
 """Of the requests in turn."""
 
@@ -162,7 +170,7 @@ def _work(number: int, outputs: Sequence[int] = ()) -> wire.EngineRequest:
         stopping=wire.Stopping(max_tokens=WANTED),
         salt=b"tenant",
         adapter=REQUEST_ADAPTERS[number % len(REQUEST_ADAPTERS)],
-        guide=GUIDES[number % len(GUIDES)],
+        **KINDS[number % len(KINDS)],
     )
 
 

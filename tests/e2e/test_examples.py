@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from decant import Client, models
+from tests.e2e.checkpoints import THINK, name_last_tokens
 from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
 from tests.runtime.certificates import Certificates
 
@@ -24,7 +25,8 @@ TEMPLATE = """\
 {% endif %}
 {%- for m in messages %}# {{ m.role }}: {{ m.content }}
 {% endfor %}
-{%- if add_generation_prompt %}class {% endif %}"""
+{%- if add_generation_prompt %}class {% endif %}
+{%- if add_generation_prompt and 'prime' in messages[0].content %}<think>{% endif %}{# </think> #}"""
 
 OFFLINE = {"ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", "ENETUNREACH", "ERR_SOCKET_TIMEOUT"}
 
@@ -42,6 +44,7 @@ PRINTED = {
     "logprobs.py": r"('.+' -\d+\.\d\d, rank 1, of .+\n){5}",
     "many_at_once.py": r"'import .+\n'def main.+\n'for key, .+\n",
     "models_served.py": r"small at \w+ with 4096 tokens\nprompt and output together: 2048\n.+ temperature \S+\n",
+    "reasoning.py": r".+\n40 tokens of reasoning in \d+\nNo: it is 7 times.*\n",
     "resume_stream.py": r".+\nleft after \d+ tokens, read to the end after \d+\n",
     "scores.py": r"(-\d+\.\d\d ' . == .': ('.+' -\d+\.\d\d ?)+\n){3}prompt tokens, of the prompt once: \d+\n"
     r"continuations\[0\]\.text: a text after which the prompt has the same tokens .+\n",
@@ -59,6 +62,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "small"
     shutil.copytree(models.path(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    name_last_tokens(folder, *THINK)
     return folder
 
 

@@ -17,7 +17,7 @@ from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.runtime.errors import from_call
-from tests.e2e.checkpoints import small_with
+from tests.e2e.checkpoints import THINK, name_last_tokens, small_with
 from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, open_stub, run_alone
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.metrics_page import until_metric
@@ -36,9 +36,10 @@ DETACHED = 100
 BEGIN, END = 0, 1
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.name }}{{ m.tool_call_id }}{{ m.reasoning }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}def {% endif %}"
+    "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
     "{# the format of calls: <tool_call> arguments </tool_call> #}"
 )
 ADAPTER = "pirate"
@@ -62,6 +63,7 @@ def field(*names: str) -> Callable[[Check], Check]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", **CHAT_CONFIG)
     adapter = peft_adapters.for_model(tmp_path_factory.mktemp("adapters") / ADAPTER, models.path())
+    name_last_tokens(folder, *THINK)
     router = ("--resume-grace-ms", "0", "--max-active", "1")
     worker = (*SMALL_KV, "--adapters", f"{ADAPTER}={adapter}")
     with deployment(router=router, worker=worker, another=f"{CHAT}={folder}") as made:
@@ -190,12 +192,51 @@ async def _calls(stub: Stub) -> None:
         fields: dict[str, Any] = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
         chat.messages.CopyFrom(pb.Messages(messages=[pb.Message(role="user", content="f")], **fields))
         (output,) = (await stub.Generate(chat, timeout=PATIENCE_S)).outputs
-        assert not output.text
+        assert not output.text or not output.finished.guide_completed
         assert {call.name for call in output.tool_calls} <= names
         assert len(output.tool_calls) == 1 or parallel is None
         *whole, last = output.tool_calls
         for call in [*whole, last] if output.finished.guide_completed else whole:
             assert json.loads(call.arguments) == ({"n": 17} if call.name == "f" else {})
+
+
+@field("Message.reasoning", "Messages.reasoning", "StoppingParams.max_reasoning_tokens")
+async def _reasoning(stub: Stub) -> None:
+    listed = [pb.Message(role="user", content="add two numbers")]
+    chat = request(model=CHAT)
+    chat.messages.CopyFrom(pb.Messages(messages=listed, reasoning=True))
+    assert (await whole(stub, chat)).usage.reasoning_tokens == WRITTEN, "it does not end by itself"
+    chat.stopping.max_reasoning_tokens = 5
+    response = await whole(stub, chat)
+    (output,) = response.outputs
+    assert response.usage.reasoning_tokens == 5
+    assert output.token_ids[5] == TOKENIZER.get_vocab_size() - 1
+    assert output.reasoning == TOKENIZER.decode(output.token_ids[:5], skip_special_tokens=False)
+    assert output.text == TOKENIZER.decode(output.token_ids[6:])
+    chat.messages.reasoning = False
+    assert not (await whole(stub, chat)).usage.reasoning_tokens
+    chat.messages.messages.append(pb.Message(role="assistant", content="x", reasoning="a thought"))
+    before = (await whole(stub, chat)).usage.prompt_tokens
+    chat.messages.messages[-1].ClearField("reasoning")
+    assert (await whole(stub, chat)).usage.prompt_tokens < before
+
+
+@field("Messages.continue_final_message")
+async def _continue_final_message(stub: Stub) -> None:
+    messages = [pb.Message(role="user", content="x"), pb.Message(role="assistant", content="def total(")]
+    chat = request(model=CHAT)
+    chat.messages.CopyFrom(pb.Messages(messages=messages, continue_final_message=True))
+    answer = await ask(stub, chat)
+    ids = TOKENIZER.encode("# user: x\n# assistant: def total(", add_special_tokens=False).ids
+    written = generate_request(ids, max_tokens=WRITTEN)
+    written.model = CHAT
+    expected = await ask(stub, written)
+    assert (answer.ids, answer.text) == (expected.ids, expected.text)
+
+
+async def whole(stub: Stub, chat: pb.GenerateRequest) -> pb.GenerateResponse:
+    made: pb.GenerateResponse = await stub.Generate(chat, timeout=PATIENCE_S)
+    return made
 
 
 @field("GenerateRequest.parse_special_tokens")

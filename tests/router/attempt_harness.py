@@ -151,7 +151,7 @@ class Scenario:
         del request.engine_request.outputs[:]
         request.engine_request.outputs.extend(prefixes)
         at = self.case.stop_string_at
-        return request if at is None else replace(request, new_output_text=lambda: StopString(at))  # type: ignore[arg-type,return-value]
+        return request if at is None else replace(request, new_answer=lambda: StopString(at))  # type: ignore[arg-type,return-value]
 
     async def connect(self) -> None:
         self.watching.start()

@@ -348,7 +348,7 @@ class AfterSome:
 
 
 def stops_after(count: int, **more: Any) -> ValidRequest:
-    return make_request(new_output_text=lambda: AfterSome(count), **more)
+    return make_request(new_answer=lambda: AfterSome(count), **more)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -5,6 +5,7 @@ from google.protobuf.message import Message
 
 from decant.engine.errors import InvalidRequest
 from decant.engine.plan import TokenLogprobs
+from decant.engine.reasoning import ReasoningLimit, ReasoningMarkers
 from decant.engine.request import FinishReason, SamplingParams, StopParams
 from decant.engine.scheduler import STEPS_PER_PRIORITY
 from decant.protos import worker_pb2 as wire
@@ -130,6 +131,17 @@ def test_a_guide_becomes_the_grammar_of_the_workers_tokenizer() -> None:
         assert grammar is not None
         assert grammar is to_request("q", work, model="m", guides=compiler()).grammar, "it is compiled once"
         grammar.prepare()
+
+
+def test_a_limit_of_reasoning_is_the_engines() -> None:
+    work = whole_work()
+    assert to_request("r", work, model="m").reasoning is None
+    work.reasoning.CopyFrom(wire.ReasoningLimit(begin=pack([5, 6]), end=7, is_open=True, max_tokens=0))
+    assert to_request("r", work, model="m").reasoning == ReasoningLimit(ReasoningMarkers((5, 6), 7, is_open=True), 0)
+    work.reasoning.begin = b""
+    with pytest.raises(RequestRejected) as caught:
+        to_request("r", work, model="m")
+    assert caught.value.failure.violation.field == "reasoning.begin"
 
 
 def test_a_guide_that_contradicts_the_stopping_is_refused_by_the_field_of_the_wire() -> None:

@@ -6,28 +6,43 @@ They are tokens: a text that spells a marker, from a user or from the model, mar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
+from decant.engine.reasoning import ReasoningMarkers
 from decant.router.text.detokenizer import TokenTable
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """``declared_by``: texts in the template. ``then`` is what the model writes before its next part."""
+    """How a family of models reasons.
+
+    declared_by  texts in the chat template
+    begin, end   around the reasoning
+    then         what the model writes behind the end, before its next part
+    answer       begins an answer
+    dropped      what the answer has between its parts, which is no text
+    """
 
     name: str
     declared_by: Sequence[str]
     begin: str
     end: str
     then: str = ""
+    answer: str = ""
+    dropped: Sequence[str] = ()
 
 
 FORMATS = (
     ReasoningFormat(
-        "gpt-oss", ("<|channel|>", "analysis"), "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"
+        "gpt-oss",
+        declared_by=("<|channel|>", "analysis"),
+        begin="<|channel|>analysis<|message|>",
+        end="<|end|>",
+        then="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        dropped=("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|end|>"),
     ),
     ReasoningFormat("think", ("</think>",), "<think>", "</think>"),
     ReasoningFormat("mistral", ("[/THINK]",), "[THINK]", "[/THINK]"),
@@ -36,40 +51,39 @@ FORMATS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningTokens:
-    """A format in the tokens of one model: ``begin`` has at least one, ``end`` is one."""
+class Reasoning:
+    """A format in the tokens of one model."""
 
     form: ReasoningFormat
-    begin: tuple[int, ...]
-    end: int
+    markers: ReasoningMarkers
+    dropped: Sequence[tuple[int, ...]] = ()
+
+    def after(self, prompt: Sequence[int], table: TokenTable, *, is_continued: bool = False) -> Reasoning | None:
+        """Reasoning of an output behind a prompt: open if the prompt has begun it, None if the prompt has ended it.
+
+        Between the marker and the end of the prompt there is white space alone, or what an output continues.
+        """
+        begin = self.markers.begin
+        for place in range(len(prompt) - 1, -1, -1):
+            if prompt[place] == self.markers.end:
+                return self if is_continued else None
+            if tuple(prompt[max(0, place + 1 - len(begin)) : place + 1]) == begin:
+                return replace(self, markers=replace(self.markers, is_open=True))
+            if not is_continued and not table.bytes_of(prompt[place]).isspace():
+                break
+        return self
 
 
-def reasoning_tokens(template: str, tokenizer: Tokenizer) -> ReasoningTokens | None:
+def reasoning_of(template: str, tokenizer: Tokenizer) -> Reasoning | None:
     """Reasoning that a template declares, if the tokenizer has its markers as tokens of their own."""
     form = next((form for form in FORMATS if all(text in template for text in form.declared_by)), None)
     if form is None:
         return None
-    begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (form.begin, form.end))
-    added = tokenizer.get_added_tokens_decoder()
-    is_marked = len(end) == 1 and begin and {begin[0], begin[-1], *end} <= added.keys()
-    return ReasoningTokens(form, begin, end[0]) if is_marked else None
 
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
-class Opening(Enum):
-    """What a prompt says of the reasoning behind it."""
-
-    OPEN = "it has begun"
-    CLOSED = "there is none"
-    FREE = "the model may begin it"
-
-
-def opening_of(reasoning: ReasoningTokens, prompt: Sequence[int], table: TokenTable) -> Opening:
-    """Opening by the markers at the prompt's end, behind which there is white space alone."""
-    for place in range(len(prompt) - 1, -1, -1):
-        if prompt[place] == reasoning.end:
-            return Opening.CLOSED
-        if tuple(prompt[max(0, place + 1 - len(reasoning.begin)) : place + 1]) == reasoning.begin:
-            return Opening.OPEN
-        if not table.bytes_of(prompt[place]).isspace():
-            break
-    return Opening.FREE
+    begin, end, added = ids(form.begin), ids(form.end), tokenizer.get_added_tokens_decoder()
+    if len(end) != 1 or not begin or not {begin[0], begin[-1], *end} <= added.keys():
+        return None
+    return Reasoning(form, ReasoningMarkers(begin, end[0]), [ids(text) for text in form.dropped])

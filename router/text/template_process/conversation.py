@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from decant.router.text.template_process.content_format import ContentFormat, parts_of
 from decant.router.text.template_process.marked_text import CONTENT, TEMPLATE, MarkedText, of_content
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning in templates."""
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
 
 
@@ -18,6 +21,19 @@ class Invalid(Exception):
     def __init__(self, field: str, limit: str, value: str) -> None:
         super().__init__(field, limit, value)
         self.reply = {"field": field, "limit": limit, "value": value[:200]}
+
+
+def up_to_content(text: MarkedText, content: str) -> MarkedText:
+    """The rendered text up to the end of its last message's content, with the white space behind it where the template
+    keeps that: as transformers' ``continue_final_message`` cuts it.
+    """
+    begin = text.rfind(content.strip())
+    if begin < 0:
+        limit = "a template that keeps the last message's content, which the output continues"
+        raise Invalid("messages.continue_final_message", limit, content)
+    whole = content.lstrip()
+    end = begin + len(whole if text.startswith(whole, begin) else content.strip())
+    return cast(MarkedText, text[:end])  # a slice keeps its marks
 
 
 class ConversationReader:
@@ -35,6 +51,11 @@ class ConversationReader:
         """Definitions in the form of ``get_json_schema``; None without any, as templates expect it."""
         return [self._tool(place, tool) for place, tool in enumerate(listed)] or None
 
+    def last_texts(self, listed: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Texts of the last message's content."""
+        content = listed[-1]["content"]
+        return [self.texts[index] for index in (content if isinstance(content, list) else [content])]
+
     def _message(self, place: int, message: Mapping[str, Any]) -> dict[str, Any]:
         role, content = self._role(self.texts[message["role"]]), message["content"]
         made: dict[str, Any] = {"role": role}
@@ -49,11 +70,20 @@ class ConversationReader:
         for name in ("name", "tool_call_id"):
             if name in message:
                 made[name] = self._text(message[name])
+        if "reasoning" in message:
+            made[self._reasoning_key(place, message)] = self._text(message["reasoning"])
         if "tool_calls" in message:
             where = f"messages.messages[{place}].tool_calls"
             calls = message["tool_calls"]
             made["tool_calls"] = [self._call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
         return made
+
+    def _reasoning_key(self, place: int, message: Mapping[str, Any]) -> str:
+        for name in _REASONING:
+            if re.search(rf"\.{name}\b|['\"]{name}['\"]", self._template):
+                return name
+        limit = "empty for a model whose chat template takes none"
+        raise Invalid(f"messages.messages[{place}].reasoning", limit, self.texts[message["reasoning"]])
 
     def _call(self, where: str, call: Mapping[str, int]) -> dict[str, Any]:
         arguments = self._object(f"{where}.arguments", self.texts[call["arguments"]])

@@ -8,6 +8,8 @@ It has little memory, and opens no file and no socket.
                            reply: {}, or {"failed"}: what the template needs and does not have, with its line
     request                {"messages", "tools": their texts are positions among the text's parts,
                             "lengths": bytes of the text's parts, "add_generation_prompt",
+                            "continues": the text ends with the last message's content,
+                            "variables": more variables of the template,
                             "time": seconds of the Unix clock that templates take for now; null: this process's clock}
     reply                  {"written"} and the text; or {"refused"}: by the template itself; or {"failed"}: the error;
                            or {"field", "limit", "value"}: of the request
@@ -37,7 +39,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from decant.router.text.template_process.checks import find_missing
 from decant.router.text.template_process.content_format import ContentFormat
-from decant.router.text.template_process.conversation import ConversationReader, Invalid
+from decant.router.text.template_process.conversation import ConversationReader, Invalid, up_to_content
 from decant.router.text.template_process.environment import ChatEnvironment, Refused, local_time
 from decant.router.text.template_process.marked_text import TEMPLATE, MarkedText, joined
 from decant.router.text.template_process.written_tokens import TokenSearch, written_tokens
@@ -111,7 +113,7 @@ class Renderer:
     def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
         try:
             with _cpu_limit(PROBE_SECONDS):
-                return self._written(messages, tools, add_generation_prompt=True, time=0.0)
+                return self._written(messages, tools, add_generation_prompt=True, time=0.0, variables={})
         except Exception:  # noqa: BLE001 - a template may do anything
             return None
 
@@ -139,14 +141,24 @@ class Renderer:
             reader.tools(request["tools"]),
             add_generation_prompt=request["add_generation_prompt"],
             time=request["time"],
+            variables=request["variables"],
         )
+        if request["continues"]:
+            text = up_to_content(text, "".join(reader.last_texts(request["messages"])))
         return text, written_tokens(self._search, text, contents)
 
     def _written(
-        self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool, time: float | None
+        self,
+        messages: list[Any],
+        tools: list[Any] | None,
+        *,
+        add_generation_prompt: bool,
+        time: float | None,
+        variables: Mapping[str, bool],
     ) -> MarkedText:
-        variables = {
+        all_variables = {
             **self._variables,
+            **variables,
             "messages": messages,
             "tools": tools,
             "documents": None,
@@ -154,7 +166,7 @@ class Renderer:
             "strftime_now": local_time(time).strftime,
         }
         parts, length = [], 0
-        for part in self._template.generate(variables):
+        for part in self._template.generate(all_variables):
             length += len(part)
             if length > self._max_characters:
                 raise TooLong(f"more than {self._max_characters} characters")
@@ -184,7 +196,9 @@ def confine() -> None:
         renderer = Renderer(setup)
         renderer.check()
         conversation = {"messages": [{"role": 0, "content": 1}], "tools": [], "lengths": [4, 0]}
-        renderer.reply_to({**conversation, "add_generation_prompt": True, "time": None}, b"user")
+        renderer.reply_to(
+            {**conversation, "add_generation_prompt": True, "continues": False, "variables": {}, "time": None}, b"user"
+        )
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

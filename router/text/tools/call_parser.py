@@ -28,14 +28,20 @@ _ID_LENGTH = 9
 
 @dataclass(slots=True)
 class Parsed:
-    """New text, and new pieces of calls."""
+    """New text, new pieces of calls, and new reasoning."""
 
     text: str = ""
     calls: list[pb.ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.calls or self.reasoning)
 
     def extend(self, other: Parsed) -> None:
         self.text += other.text
         self.calls += other.calls
+        self.reasoning += other.reasoning
 
 
 def whole_calls(pieces: Sequence[pb.ToolCallDelta]) -> list[pb.ToolCall]:

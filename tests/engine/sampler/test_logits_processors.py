@@ -18,6 +18,7 @@ from decant.engine.guides.mask import GuideMask
 from decant.engine.logits_processors import Add, Allow, Bias, Edit, Forbid, LogitsProcessor, MinLength, Penalties
 from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
+from decant.engine.reasoning import ReasoningBudget, ReasoningLimit, ReasoningMarkers
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from tests import gpu
@@ -36,6 +37,10 @@ REQUESTS: dict[type[LogitsProcessor], list[dict[str, Any]]] = {
     MinLength: [{"stop": StopParams(min_tokens=len(OUTPUT) + 1, stop_token_ids=frozenset({FIRST}))}],
     Penalties: [{"repetition_penalty": 10.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
     GuideMask: [{"grammar": ScriptedGrammar(lambda output: {SECOND, 1, 63})}],
+    ReasoningBudget: [
+        {"reasoning": ReasoningLimit(ReasoningMarkers((THIRD,), SECOND, is_open=True), len(OUTPUT))},
+        {"reasoning": ReasoningLimit(ReasoningMarkers((FIRST,), THIRD), 0), "tokens": (*PROMPT, 3)},
+    ],
 }
 """Requests with one processor each, by which the second token becomes the likeliest."""
 
@@ -82,10 +87,9 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     return fields
 
 
-def row_of(
-    stop: StopParams | None = None, tokens: Sequence[int] = (*PROMPT, *OUTPUT), grammar: Any = None, **sampling: Any
-) -> Row:
-    request = Request("r", PROMPT, sampling=SamplingParams(**sampling), stop=stop or StopParams(), grammar=grammar)
+def row_of(stop: StopParams | None = None, tokens: Sequence[int] = (*PROMPT, *OUTPUT), **fields: Any) -> Row:
+    own = {name: fields.pop(name, None) for name in ("grammar", "reasoning")}
+    request = Request("r", PROMPT, sampling=SamplingParams(**fields), stop=stop or StopParams(), **own)
     return Row(request, tokens, len(tokens) - 1, len(tokens), (array("i"),), True, SamplerState(request))
 
 
