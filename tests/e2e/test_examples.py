@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -145,14 +146,41 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_example_in_another_language(node: Path, running: Deployment) -> None:
-    output = printed(["npm", "start", "--silent"], node, {"DECANT_ADDRESS": running.address})
-    *text, finished, refused, cancelled = output.removesuffix("\n").split("\n")
-    with Client(running.address) as client:
+@pytest.fixture(scope="module")
+def ruby(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ruby")
+    for name in ("generate.sh", "ask.rb"):
+        shutil.copy(EXAMPLES / "ruby" / name, folder)
+    if not shutil.which("ruby") or not shutil.which("grpc_tools_ruby_protoc"):
+        pytest.skip("needs Ruby with its packages grpc and grpc-tools")
+    printed(["./generate.sh", str(ROOT)], folder, {})
+    return folder
+
+
+def check_answer(lines: list[str], address: str) -> None:
+    """Check the lines of an answer and those of a resumed one, as the examples in each language print them."""
+    *text, finished, resumed = lines
+    with Client(address) as client:
         answer = client.generate("def read_lines(path):\n", max_tokens=40, temperature=0)
     assert "\n".join(text) == answer.text
     assert answer.finished is not None
-    words = f"{answer.finished.reason.name}: {answer.usage.completion_tokens} tokens in"
-    assert re.fullmatch(rf"{words} \d+ ms", finished)
+    count = answer.usage.completion_tokens
+    assert re.fullmatch(rf"(FINISH_REASON_)?{answer.finished.reason.name}: {count} tokens in \d+ ms", finished)
+    begin, whole = resumed.split(": ", 1)
+    assert re.fullmatch(rf"lost after 1\d tokens, resumed to {count}", begin)
+    assert json.loads(whole) == answer.text
+
+
+def test_the_example_in_node(node: Path, running: Deployment) -> None:
+    output = printed(["npm", "start", "--silent"], node, {"DECANT_ADDRESS": running.address})
+    *lines, refused, cancelled = output.removesuffix("\n").split("\n")
+    check_answer(lines, running.address)
     assert refused == "InvalidArgument INVALID_FIELD: sampling.temperature, 0 to 100"
     assert cancelled == "the stream ended: Canceled"
+
+
+def test_the_example_in_ruby(ruby: Path, running: Deployment) -> None:
+    output = printed(["ruby", "ask.rb"], ruby, {"DECANT_ADDRESS": running.address})
+    *lines, refused = output.removesuffix("\n").split("\n")
+    check_answer(lines, running.address)
+    assert refused == "GRPC::InvalidArgument INVALID_FIELD: sampling.temperature, 0 to 100"

@@ -1,4 +1,4 @@
-// Streams an answer, reads the details of an error, cancels: with a client that is generated from protos/.
+// Streams an answer, resumes a lost stream, reads the details of an error, cancels: with a client that is generated from protos/.
 //
 //     npm ci && npm run generate && DECANT_ADDRESS=127.0.0.1:50051 npm start
 
@@ -35,6 +35,28 @@ async function stream() {
   }
 }
 
+/** Lose a stream in the middle of an answer, and read the rest by the request's id: on any router. */
+async function resume() {
+  const request = newRequest();
+  let seq = 0n;
+  let text = "";
+  for await (const { event, seq: last } of client.generateStream(request)) {
+    if (event.case === "delta") {
+      text += event.value.text;
+      seq = last;
+      if (seq >= 10n) break; // as if the connection broke; the request goes on for `Limits.resume_grace_ms`
+    }
+  }
+  const lost = seq;
+  for await (const { event, seq: last } of client.resumeStream({ requestId: request.requestId, afterSeq: lost })) {
+    if (event.case === "delta") {
+      text += event.value.text;
+      seq = last;
+    }
+  }
+  console.log(`lost after ${lost} tokens, resumed to ${seq}: ${JSON.stringify(text)}`);
+}
+
 /** Read why a request was refused: details are typed messages. */
 async function refused() {
   try {
@@ -64,5 +86,6 @@ async function cancel() {
 }
 
 await stream();
+await resume();
 await refused();
 await cancel();
