@@ -159,7 +159,9 @@ async def test_answers_of_required_tools_are_calls_with_arguments_that_fit(model
     model, tools = model_of(name, tokens=tokens, thinks=tokens), [STRICT, OTHER, NOW]
     guide = await grammar_of(model, tools, tool_choice=REQUIRED)
     counts = set()
-    for seed in range(12):
+    for seed in range(60):
+        if seed >= 12 and (len(counts) > 1 or name == "gpt-oss"):
+            break
         text, calls = await parsed(model, walk(model, guide, seed), tools)
         assert calls
         assert text == ""
