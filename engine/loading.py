@@ -27,9 +27,6 @@ def load(
     """
     progress(0)
     backend = backend or choose_backend(config)
-    if config.kv_dtype != "auto" and not backend.reads_kv_codes:
-        limit = f"auto on the device {backend.device} with Triton kernels, which read no codes; or cuda_kernels none"
-        raise InvalidConfig("kv_dtype", limit, config.kv_dtype)
     source = checkpoint.open(config.model, config.revision)
     if config.quantize is not None:
         _check_quantize(config.quantize, source, backend)

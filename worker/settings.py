@@ -75,7 +75,7 @@ class WorkerSettings(MemberSettings):
     kv_dtype: Literal["auto", "int8"] = Field(
         default="auto",
         description="keys and values in the KV cache; auto: in the dtype of the model; int8: in 8 bits, with a scale "
-        "for each token and head, not with triton on CUDA",
+        "for each token and head",
     )
     quantize: Literal["int8", "int4"] | None = Field(
         default=None,

@@ -274,6 +274,7 @@ class TritonAttention:
             VALUE_PAD=power_of_two(spec.value_dim),
             HEADS_TILE=HEADS_TILE,
             KV_HEADS_PAD=power_of_two(spec.kv_heads),
+            CODED=store.layout.format.is_coded,
             num_warps=4,
             num_stages=3,
         )
@@ -327,6 +328,7 @@ class TritonAttention:
             VALUE_DIM=spec.value_dim,
             KEY_PAD=power_of_two(spec.key_dim),
             VALUE_PAD=power_of_two(spec.value_dim),
+            CODED=store.layout.format.is_coded,
             num_warps=4,
             num_stages=3,
         )
@@ -353,6 +355,7 @@ class TritonAttention:
             CHUNK=shape.is_chunk,
             WINDOW=step.is_windowed,
             SOFTCAP=call.softcap is not None,
+            CODED=store.layout.format.is_coded,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )

@@ -24,6 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from decant.engine.cuda.kv_kernels import codes_of, scale_of, scales_of
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 LOWEST = tl.constexpr(-1e30)
@@ -61,8 +63,9 @@ def write_kv(
     value_token, value_head, block_elements, key_offset, value_offset,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
+    CODED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write a token's keys and values. Grid: (T,).
+    """Write a token's keys and values, as codes if CODED. Grid: (T,).
 
     ``slots`` [T]: block * BLOCK + slot in the block.
     """
@@ -71,13 +74,23 @@ def write_kv(
     start = memory + slot // BLOCK * block_elements
     slot = slot % BLOCK
     heads = tl.arange(0, KV_HEADS_PAD)
+    if CODED:
+        key_scales, value_scales = scales_of(start, value_offset, BLOCK, KV_HEADS, VALUE_DIM)
     dims = tl.arange(0, KEY_PAD)
     exists = (heads < KV_HEADS)[:, None] & (dims < KEY_DIM)[None, :]
-    number = tl.load(key + token * key_token + heads[:, None] * key_head + dims[None, :], exists)
+    number = tl.load(key + token * key_token + heads[:, None] * key_head + dims[None, :], exists, other=0.0)
+    if CODED:
+        scales = scale_of(number.to(tl.float32))
+        tl.store(key_scales + slot * KV_HEADS + heads, scales.to(tl.bfloat16), heads < KV_HEADS)
+        number = codes_of(number.to(tl.float32), scales)
     tl.store(start + key_offset + (slot * KV_HEADS + heads)[:, None] * KEY_DIM + dims[None, :], number, exists)
     dims = tl.arange(0, VALUE_PAD)
     exists = (heads < KV_HEADS)[:, None] & (dims < VALUE_DIM)[None, :]
-    number = tl.load(value + token * value_token + heads[:, None] * value_head + dims[None, :], exists)
+    number = tl.load(value + token * value_token + heads[:, None] * value_head + dims[None, :], exists, other=0.0)
+    if CODED:
+        scales = scale_of(number.to(tl.float32))
+        tl.store(value_scales + slot * KV_HEADS + heads, scales.to(tl.bfloat16), heads < KV_HEADS)
+        number = codes_of(number.to(tl.float32), scales)
     tl.store(start + value_offset + (slot * KV_HEADS + heads)[:, None] * VALUE_DIM + dims[None, :], number, exists)
 
 
@@ -105,10 +118,11 @@ def attend_keys(
     block_elements, key_offset, value_offset, scaling, softcap,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Continue a softmax state over the keys from ``begin``, a multiple of TILE, to ``end``.
 
+    CODED: scores are products with codes, which the queries' dtype holds exactly, times the scales of their keys.
     MASKED: rows see keys up to their ``position``, and from ``first`` on if WINDOW; else all, and ``end`` is a multiple
     of TILE.
     """
@@ -132,7 +146,14 @@ def attend_keys(
             keys = tl.load(keys_of)
         else:
             keys = tl.load(keys_of, (key_dims < KEY_DIM)[:, None], other=0.0)
-        scores = product(queries, keys)
+        if CODED:
+            key_scales, value_scales = scales_of(start, value_offset, BLOCK, KV_HEADS, VALUE_DIM)
+            scale_at = slots * KV_HEADS + kv_head
+            key_scale = tl.load(key_scales + scale_at, exists, other=0.0).to(tl.float32)
+            codes = keys.to(tl.float32).to(queries.dtype)  # the interpreter converts no integers to bfloat16
+            scores = product(queries, codes) * key_scale[None, :]
+        else:
+            scores = product(queries, keys)
         scale = scaling * LOG2E
         if SOFTCAP:
             scores = (2.0 / (1.0 + tl.exp2(scores * (scale * -2.0) / softcap)) - 1.0) * (softcap * LOG2E)
@@ -151,6 +172,9 @@ def attend_keys(
         else:
             values = tl.load(values_of, (value_dims < VALUE_DIM)[None, :], other=0.0)
         total = tl.fma(total, decay, tl.sum(weights, 1))
+        if CODED:  # weights times scales would leave the range of float16
+            value_scale = tl.load(value_scales + scale_at, exists, other=0.0).to(tl.float32)
+            values = (values.to(tl.float32) * value_scale[:, None]).to(queries.dtype)
         output = product_onto(weights.to(values.dtype), values, output * decay[:, None])
         highest = most
     return highest, total, output
@@ -164,6 +188,7 @@ def attend(
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    CODED: tl.constexpr = False,
 ):  # fmt: skip
     """Attend a tile of query rows over a range of keys. Grid: (items * KV_HEADS,).
 
@@ -212,7 +237,7 @@ def attend(
         highest, total, output = attend_range(
             highest, total, output, queries, memory, blocks, position, first, kv_head, begin, end, seen_by_all,
             block_elements, key_offset, value_offset, scaling, softcap, BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD,
-            VALUE_PAD, TILE, CHUNK, WINDOW, SOFTCAP,
+            VALUE_PAD, TILE, CHUNK, WINDOW, SOFTCAP, CODED,
         )  # fmt: skip
         if not CHUNK and state >= 0:
             store_state(state_at, highest, total, output, is_row, is_value, value_dims)
@@ -222,7 +247,7 @@ def attend(
                 tl.full([TILE_ROWS], LOWEST, tl.float32), tl.zeros([TILE_ROWS], tl.float32),
                 tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32), queries, memory, blocks, position, first, kv_head, begin,
                 tl.minimum(begin + SPLIT, end), seen_by_all, block_elements, key_offset, value_offset, scaling, softcap,
-                BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, TILE, CHUNK, WINDOW, SOFTCAP,
+                BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, TILE, CHUNK, WINDOW, SOFTCAP, CODED,
             )  # fmt: skip
             if state >= 0:
                 store_state(state_at, highest_of, total_of, output_of, is_row, is_value, value_dims)
@@ -257,7 +282,7 @@ def attend_range(
     block_elements, key_offset, value_offset, scaling, softcap,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """``attend_keys`` over keys before ``seen_by_all``, a multiple of TILE, without a mask, then over the rest."""
     if CHUNK and not WINDOW:
@@ -265,13 +290,13 @@ def attend_range(
         highest, total, output = attend_keys(
             highest, total, output, queries, memory, blocks, position, first, kv_head, begin, border, block_elements,
             key_offset, value_offset, scaling, softcap, BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, TILE,
-            False, WINDOW, SOFTCAP,
+            False, WINDOW, SOFTCAP, CODED,
         )  # fmt: skip
         begin = border
     return attend_keys(
         highest, total, output, queries, memory, blocks, position, first, kv_head, begin, end, block_elements,
         key_offset, value_offset, scaling, softcap, BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, TILE,
-        True, WINDOW, SOFTCAP,
+        True, WINDOW, SOFTCAP, CODED,
     )  # fmt: skip
 
 

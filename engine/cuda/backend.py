@@ -73,7 +73,6 @@ class CudaBackend(TorchBackend):
     """
 
     block_size = TILE  # the keys of a tile are in one block
-    reads_kv_codes = False
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
@@ -179,10 +178,14 @@ def _attend(
     make: Attention, spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     one = KvLayout((spec,), layout.block_size, layout.format)
-    count = -(-max(end for _, end in TRIAL_SPANS) // layout.block_size)
+    size, dims = layout.block_size, (spec.key_dim, spec.value_dim)
+    count = -(-max(end for _, end in TRIAL_SPANS) // size)
     store = KvStore(one, count * len(TRIAL_SPANS), dtype, device)
     generator = torch.Generator().manual_seed(0)
-    store.blocks.copy_(torch.randn(store.blocks.shape, generator=generator))
+    numbers = (torch.randn(store.num_blocks * size, spec.kv_heads, dim, generator=generator) for dim in dims)
+    slots = torch.arange(store.num_blocks * size, device=device)
+    key, value = (each.to(device, dtype) for each in numbers)
+    store.put(0, slots // size, slots % size, (key, value))
     rows = []
     for index, (start, end) in enumerate(TRIAL_SPANS):
         blocks = array("i", range(index * count, (index + 1) * count))

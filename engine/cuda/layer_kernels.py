@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from decant.engine.cuda.dependent_launch import wait_for_kernel_before
+from decant.engine.cuda.kv_kernels import codes_of, scale_of, scales_of
 
 
 @triton.jit
@@ -88,15 +89,34 @@ def rotate_heads(source, target, cos, sin, heads, HEADS: tl.constexpr, HALF: tl.
     tl.store(target + at + HALF, (second * cos_high + first * sin_high).to(dtype), exists)
 
 
+@triton.jit
+def rotated_heads(source, cos, sin, heads, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Rotate as ``rotate_heads`` does.
+
+    Return both halves in float32, their offsets from the token's first head, and which of them exist.
+    """
+    low = tl.arange(0, HALF_PAD)
+    in_half = low < HALF
+    exists = (heads < HEADS)[:, None] & in_half[None, :]
+    at = heads[:, None] * (2 * HALF) + low[None, :]
+    first = tl.load(source + at, exists, other=0.0).to(tl.float32)
+    second = tl.load(source + at + HALF, exists, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos + low, in_half, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + low, in_half, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + HALF + low, in_half, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + HALF + low, in_half, other=0.0).to(tl.float32)[None, :]
+    return first * cos_low - second * sin_low, second * cos_high + first * sin_high, at, exists
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rotate_and_write(
     query, key, value, cos, sin, rotated, slots, memory,
     query_token, key_token, value_token, block_elements, key_offset, value_offset,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
-    HEADS_TILE: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
+    HEADS_TILE: tl.constexpr, KV_HEADS_PAD: tl.constexpr, CODED: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate queries into ``rotated``, and keys into their slots; copy values there.
+    """Rotate queries into ``rotated``, and keys into their slots; copy values there. As codes if CODED.
 
     Grid: (T, ceil(HEADS / HEADS_TILE) + 1): tiles of query heads, then all keys and values of a token. query
     [T, HEADS, KEY_DIM], key [T, KV_HEADS, KEY_DIM] and value [T, KV_HEADS, VALUE_DIM], each with a stride between
@@ -114,10 +134,26 @@ def rotate_and_write(
         slot = tl.load(slots + token)
         start = memory + slot // BLOCK * block_elements
         slot = slot % BLOCK
-        target = start + key_offset + slot * (KV_HEADS * KEY_DIM)
-        rotate_heads(key + token * key_token, target, cos, sin, kv_heads, KV_HEADS, KEY_DIM // 2, HALF_PAD)
+        key_slot = start + key_offset + slot * (KV_HEADS * KEY_DIM)
+        if CODED:
+            key_scales, value_scales = scales_of(start, value_offset, BLOCK, KV_HEADS, VALUE_DIM)
+            first, second, key_at, is_key = rotated_heads(
+                key + token * key_token, cos, sin, kv_heads, KV_HEADS, KEY_DIM // 2, HALF_PAD
+            )
+            first = first.to(key.dtype.element_ty).to(tl.float32)
+            second = second.to(key.dtype.element_ty).to(tl.float32)
+            key_scale = scale_of(tl.maximum(tl.abs(first), tl.abs(second)) + first * 0.0 + second * 0.0)
+            tl.store(key_scales + slot * KV_HEADS + kv_heads, key_scale.to(tl.bfloat16), kv_heads < KV_HEADS)
+            tl.store(key_slot + key_at, codes_of(first, key_scale), is_key)
+            tl.store(key_slot + key_at + KEY_DIM // 2, codes_of(second, key_scale), is_key)
+        else:
+            rotate_heads(key + token * key_token, key_slot, cos, sin, kv_heads, KV_HEADS, KEY_DIM // 2, HALF_PAD)
         dims = tl.arange(0, VALUE_PAD)
         exists = (kv_heads < KV_HEADS)[:, None] & (dims < VALUE_DIM)[None, :]
         at = kv_heads[:, None] * VALUE_DIM + dims[None, :]
         number = tl.load(value + token * value_token + at, exists, other=0.0)
+        if CODED:
+            scales = scale_of(number.to(tl.float32))
+            tl.store(value_scales + slot * KV_HEADS + kv_heads, scales.to(tl.bfloat16), kv_heads < KV_HEADS)
+            number = codes_of(number.to(tl.float32), scales)
         tl.store(start + value_offset + slot * (KV_HEADS * VALUE_DIM) + at, number, exists)

@@ -56,11 +56,6 @@ class Backend(Protocol):
         ...
 
     @property
-    def reads_kv_codes(self) -> bool:
-        """Whether attention takes blocks of codes, ``KvFormat.is_coded``."""
-        ...
-
-    @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes that the device multiplies fast enough to serve."""
         ...
@@ -134,7 +129,6 @@ class TorchBackend:
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
     keeps_codes = False
-    reads_kv_codes = True
     block_size = BLOCK_SIZE
 
     def __init__(self, device: torch.device) -> None:

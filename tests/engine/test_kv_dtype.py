@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from decant.engine.errors import InvalidConfig, ModelRefused
-from decant.engine.loading import load
-from decant.engine.model.backend import TorchBackend
-from decant.engine.model.model import ModelConfig, ModelDevice
+from decant.engine.errors import ModelRefused
+from decant.engine.model.model import ModelDevice
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from tests.engine import tiny
@@ -70,13 +68,3 @@ def test_a_model_whose_numbers_are_lost_in_8_bits_is_refused(tmp_path: Path) -> 
     assert serve(folder, dtype="float32").probe_result.exact
     with pytest.raises(ModelRefused, match=r"can't be in int8: its logits differ .* set kv_dtype to auto"):
         serve(folder, dtype="float32", kv_dtype="int8")
-
-
-class _PlainAlone(TorchBackend):
-    reads_kv_codes = False
-
-
-def test_a_device_that_reads_no_codes_refuses_the_setting(llama: Path) -> None:
-    config = ModelConfig(str(llama), device="cpu", kv_bytes=1 << 20, kv_dtype="int8")
-    with pytest.raises(InvalidConfig, match=r"kv_dtype: auto on the device cpu .* or cuda_kernels none, got 'int8'"):
-        load(config, backend=_PlainAlone(torch.device("cpu")))

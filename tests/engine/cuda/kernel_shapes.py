@@ -52,6 +52,19 @@ def layer_shapes() -> dict[str, Kernel]:
     }
 
 
+def coded(kernel: Kernel, memory: int) -> Kernel:
+    """The kernel for blocks of codes, which are argument ``memory``."""
+    place, types, constants, options = kernel
+    each = types.split()
+    each[memory] = "*i8"
+    return place, " ".join(each), constants | {"CODED": True}, options
+
+
+def coded_shapes(plain: dict[str, Kernel]) -> dict[str, Kernel]:
+    memory = {"rotate_and_write": 7, "write_kv": 3, "attend tokens": 2, "attend chunks": 2, "attend exact": 2}
+    return {f"{name} of codes": coded(plain[name], argument) for name, argument in memory.items()}
+
+
 def product_shapes() -> dict[str, Kernel]:
     return {
         "linear": (
@@ -155,7 +168,8 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             place, types, constants, options = kernels[name]
             dependent = constants | {"DEPENDENT": True}
             kernels[f"{name} dependent"] = place, types, dependent, options | {"launch_pdl": True}
-    return kernels | attention_shapes(capability)
+    kernels |= attention_shapes(capability)
+    return kernels | coded_shapes(kernels)
 
 
 def attend(spec: LayerSpec, shape: LaunchShape, dtype: str, block: int, changes: dict[str, bool]) -> Kernel:

@@ -17,10 +17,11 @@ from decant.engine.cuda import attention
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import GraphSize, PaddingLayout, most_items, pad
 from decant.engine.cuda.static_attention import GraphMemory, StateBuffers, StaticAttention
-from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec, WindowKind
+from decant.engine.kv_layout import INT8_KV, KvFormat, KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
+from decant.engine.model.kv_vectors import encode
 from decant.engine.model.step_batch import FlatBatch, flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     sinks: bool = False
     spans: tuple[tuple[int, int], ...] = ((0, 37), (40, 41), (3, 22), (0, 1), (89, 90))
     block: int = BLOCK
+    is_coded: bool = False
 
 
 CASES = {
@@ -57,9 +59,20 @@ CASES = {
     "chunked": Case(heads=2, kv_heads=1, view=AttentionWindow(WindowKind.CHUNKED, 24), dtype=torch.float16),
     "softcap": Case(heads=2, kv_heads=1, softcap=2.0),
     "sinks": Case(sinks=True),
+    "codes": Case(is_coded=True),
+    "codes of odd widths in several blocks": Case(key_dim=80, value_dim=72, block=4, is_coded=True, softcap=2.0),
+    "codes in float16": Case(heads=7, kv_heads=1, dtype=torch.float16, sinks=True, is_coded=True),
+    "codes in float32": Case(
+        heads=2, kv_heads=1, dtype=torch.float32, view=AttentionWindow(WindowKind.SLIDING, 24), is_coded=True
+    ),
     "float32": Case(dtype=torch.float32, view=AttentionWindow(WindowKind.SLIDING, 7), sinks=True, softcap=3.0),
 }
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+def decoded(part: torch.Tensor) -> torch.Tensor:
+    codes, scales = encode(part)
+    return codes.double() * scales.double()[..., None]
 
 
 class AttentionInputs:
@@ -73,13 +86,17 @@ class AttentionInputs:
         self.queries = [normal(case.heads, end - start, case.key_dim) for start, end in case.spans]
         self.keys = [normal(case.kv_heads, end, case.key_dim) for _, end in case.spans]
         self.values = [normal(case.kv_heads, end, case.value_dim) for _, end in case.spans]
+        self.read_keys, self.read_values = (
+            [decoded(part) for part in parts] if case.is_coded else parts for parts in (self.keys, self.values)
+        )
         self.sinks = normal(case.heads) if case.sinks else None
 
     def run(self, chosen: Sequence[int], *, is_exact: bool = False) -> dict[int, torch.Tensor]:
         """Return the output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
         case = self.case
         layer = LayerSpec(case.kv_heads, case.key_dim, case.value_dim)
-        layout = KvLayout((layer, layer), case.block, KvFormat(case.dtype.itemsize))
+        form = INT8_KV if case.is_coded else KvFormat(case.dtype.itemsize)
+        layout = KvLayout((layer, layer), case.block, form)
         rows, free = [], 2
         for index in reversed(chosen):
             start, end = case.spans[index]
@@ -88,7 +105,7 @@ class AttentionInputs:
             rows.append(Row(Request(str(index), (1,) * end), [1] * end, start, end, (blocks,), True))
             free += count
         store = KvStore(layout, free, case.dtype, DEVICE)
-        store.blocks.fill_(float("nan"))
+        store.blocks.view(torch.uint8).fill_(255)  # NaN
         for row in rows:
             earlier = torch.arange(row.start)
             places = torch.tensor(row.blocks[0])[earlier // case.block].to(DEVICE)
@@ -115,7 +132,10 @@ class AttentionInputs:
         call = call._replace(key=call.key.to(DEVICE), value=call.value.to(DEVICE))
         backend = TritonAttention(store, [case.view] * 2, flat, is_exact)
         out = backend.attend(call)[0].cpu()
-        self._check_written(store, before, flat.slot_mapping[0].tolist())
+        if case.is_coded:
+            self._check_codes(store, before, call, torch.from_numpy(flat.slot_mapping[0]).to(DEVICE))
+        else:
+            self._check_written(store, before, flat.slot_mapping[0].tolist())
         lengths = [case.spans[index][1] - case.spans[index][0] for index in order]
         return dict(zip(order, out.split(lengths), strict=True))
 
@@ -131,12 +151,19 @@ class AttentionInputs:
                 expected[block, part] = store.blocks[block, part]
         assert torch.equal(store.blocks.nan_to_num(7.0), expected.nan_to_num(7.0))
 
+    def _check_codes(self, store: KvStore, before: torch.Tensor, call: AttentionCall, slots: torch.Tensor) -> None:
+        found = store.blocks.clone()
+        store.blocks.copy_(before)
+        at = slots // self.case.block, slots % self.case.block
+        store.put(1, *at, (call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)))
+        assert torch.equal(found, store.blocks)
+
     def reference(self, index: int) -> torch.Tensor:
         case = self.case
         start, end = case.spans[index]
         group = case.heads // case.kv_heads
         query = self.queries[index].double()
-        key, value = (part[index].double().repeat_interleave(group, 0) for part in (self.keys, self.values))
+        key, value = (part[index].double().repeat_interleave(group, 0) for part in (self.read_keys, self.read_values))
         scores = query @ key.transpose(1, 2) * case.key_dim**-0.5
         if case.softcap is not None:
             scores = torch.tanh(scores / case.softcap) * case.softcap

@@ -267,3 +267,21 @@ def test_a_trial_computes_the_kernels_that_serve_a_layer_and_merges_items(
     assert set(windowed) == {is_exact or kind is not WindowKind.FULL}
     assert set(splits) == {64 if is_exact else 0}
     assert merges[0] == 1, "of the single tokens"
+
+
+@pytest.mark.slow
+def test_keys_in_8_bits_give_the_tokens_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SPLIT", 32)
+    shorten_trials(monkeypatch)
+    config = tiny.config("llama")
+    config.num_hidden_layers = 1
+    folder = tiny.save(config, tmp_path)
+    settings: Any = {"dtype": "float32", "context_length": 128, "kv_bytes": 1 << 20, "kv_dtype": "int8"}
+    device = load(ModelConfig(str(folder), device=DEVICE.type, **settings), backend=InterpretedBackend(DEVICE))
+    assert isinstance(device.backend, CudaBackend)
+    assert device.backend.fallbacks == {}
+    assert device.store.blocks.dtype == torch.int8
+    on_cpu = load(ModelConfig(str(folder), device="cpu", **settings))
+    request = tiny.greedy("r", tiny.prompt(20, 1), 3)
+    found, expected = (tiny.run(Engine(each, Limits(context_length=64)), [request]) for each in (device, on_cpu))
+    assert found.tokens == expected.tokens

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from decant.engine.cuda import layer_kernels
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.fused_layer import Norm, gated
-from decant.engine.kv_layout import KvFormat, KvLayout, LayerSpec
+from decant.engine.kv_layout import INT8_KV, KvFormat, KvLayout, LayerSpec
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -93,6 +93,26 @@ def test_a_gated_activation_writes_its_numbers_alone() -> None:
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = heads.double().chunk(2, -1)
     return heads.double() * cos.double() + torch.cat([-second, first], -1) * sin.double()
+
+
+def test_rotated_keys_and_values_are_stored_as_codes() -> None:
+    count, kv_heads, width, dtype = 5, 3, 20, torch.bfloat16
+    layout = KvLayout((LayerSpec(kv_heads, width, width),), 8, INT8_KV)
+    found, expected = (KvStore(layout, 1, dtype, DEVICE) for _ in range(2))
+    row = Row(Request("r", (1,) * count), [1] * count, 0, count, (array("i", [0]),), True)
+    query, key, value = (random(dtype, 1, kv_heads, count, width, seed=seed) for seed in range(3))
+    key[0, 1, 2, 3], value[0, 0, 1, 0], value[0, 2, 4] = NAN, float("inf"), 0
+    cos, sin = (random(dtype, 1, count, width, seed=seed) for seed in (7, 8))
+    attention = TritonAttention(found, [AttentionWindow()], flatten([row], 8, found.null_block))
+    attention.attend_rotated(AttentionCall(0, query, key, value, 1.0, None, None, None), cos, sin)
+    rotated = rotate(key[0], cos[0], sin[0]).to(dtype)
+    slots = torch.arange(count, device=DEVICE)
+    expected.put(0, slots * 0, slots, (rotated.transpose(0, 1), value[0].transpose(0, 1)))
+    (key, value), (own_key, own_value) = (store.gather(0, slots[:1, None] * 0) for store in (expected, found))
+    assert torch.equal(own_value.nan_to_num(7.0), value.nan_to_num(7.0))
+    assert torch.equal(own_key.isnan(), key.isnan())
+    steps = key.abs().amax(-1, keepdim=True) / 127
+    assert ((own_key - key).abs() <= 2 * steps)[~key.isnan()].all(), "rotations may round another way"
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 20), (torch.float32, 64)])
