@@ -12,6 +12,7 @@ with decant.Client(ADDRESS) as client:
     with client.stream(messages, max_tokens=200, max_reasoning_tokens=40, timeout=60) as stream:
         for delta in stream:
             print(delta.reasoning or delta.text, end="")
+    print()
     print(stream.usage.reasoning_tokens, "tokens of reasoning in", stream.usage.completion_tokens)
     begun = [*messages, {"role": "assistant", "content": "No: it is 7 times"}]
     answer = client.generate(begun, continue_final_message=True, max_tokens=10, timeout=60)
