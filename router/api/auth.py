@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -46,13 +48,20 @@ class AuthenticatedCall:
     tenant: Tenant
     context: grpc.aio.ServicerContext[Any, Any]
     _has_headers: bool = False
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)  # a call takes one of headers and messages at a time
 
     async def send_acceptance(self) -> None:
         """Send the headers of an accepted request, once. gRPC cancels the handler of a client that has left."""
-        if not self._has_headers:
-            self._has_headers = True
-            with suppress(grpc.aio.InternalError, grpc.aio.UsageError):
-                await self.context.send_initial_metadata(((ACCEPTED, "true"),))
+        async with self._sending:
+            if not self._has_headers:
+                self._has_headers = True
+                with suppress(grpc.aio.InternalError, grpc.aio.UsageError):
+                    await self.context.send_initial_metadata(((ACCEPTED, "true"),))
+
+    async def write(self, message: Message) -> None:
+        """Write a message of a stream; several requests of one call may."""
+        async with self._sending:
+            await self.context.write(message)
 
 
 class Authenticator(Protocol):

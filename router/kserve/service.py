@@ -131,17 +131,13 @@ class KServeService:
 
 
 class _Responses:
-    """Responses of a stream, written one after another."""
+    """Responses of a stream."""
 
     def __init__(self, call: AuthenticatedCall) -> None:
         self._call = call
-        self._lock = asyncio.Lock()
 
     async def send(self, response: kserve.ModelInferResponse, error: str = "") -> None:
-        async with self._lock:
-            await self._call.context.write(
-                kserve.ModelStreamInferResponse(error_message=error, infer_response=response)
-            )
+        await self._call.write(kserve.ModelStreamInferResponse(error_message=error, infer_response=response))
 
     def writer(self, request: kserve.ModelInferRequest) -> Any:
         async def write(message: pb.GenerateStreamResponse) -> None:
