@@ -18,7 +18,7 @@ from decant.engine.guides.json_schema import check_schema
 FIELD = "guided.structural_tag"
 MAX_STRUCTURES = 128
 _MEMBERS = {"structures": list, "triggers": list}
-_LIMITS = {list: "a list", str: "a text", dict: "a schema, which is an object"}
+_LIMITS: Mapping[type, str] = {list: "a list", str: "a text", dict: "a schema, which is an object"}
 _PARTS = {"begin": str, "schema": dict, "end": str}
 
 

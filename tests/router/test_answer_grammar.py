@@ -158,7 +158,7 @@ def check(calls: Sequence[Sequence[str]]) -> None:
 async def test_answers_of_required_tools_are_calls_with_arguments_that_fit(model_of, name, tokens):
     model, tools = model_of(name, tokens=tokens, thinks=tokens), [STRICT, OTHER, NOW]
     guide = await grammar_of(model, tools, tool_choice=REQUIRED)
-    counts = set()
+    counts = set[int]()
     for seed in range(60):
         if seed >= 12 and (len(counts) > 1 or name == "gpt-oss"):
             break
