@@ -1,4 +1,4 @@
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of protos/worker.proto and its rules."""
 
 

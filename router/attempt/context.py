@@ -13,6 +13,7 @@ from decant.router.request.output import Output
 from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout_hash, stream_from_store
 from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
+from decant.router.workers.needs import Needs, needs_of
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.packed import pack
@@ -37,18 +38,15 @@ class AttemptContext:
     """Layout hash of the workers whose tokens an earlier owner has sent, if they give equal bits; else 0."""
     traceparent: str = ""
     prefix: PromptBlocks = field(init=False)
+    needs: Needs = field(init=False)
 
     def __post_init__(self) -> None:
+        self.needs = needs_of(self.stream.request.engine_request)
         self.prefix = PromptBlocks(self.stream.request.engine_request)
 
     @property
     def model(self) -> str:
         return self.stream.request.engine_request.model
-
-    @property
-    def adapter(self) -> str:
-        """Digest of the request's adapter; empty: none."""
-        return self.stream.request.engine_request.adapter
 
     @property
     def adapter_name(self) -> str:

@@ -87,7 +87,7 @@ class Migration:
 
     def _request_offer(self, leg: DecodeLeg) -> bool:
         excluded = self._context.excluded_workers | self._failed_targets
-        is_possible = leg is self.source and self._pool.can_receive(leg.worker, excluded, self._context.adapter)
+        is_possible = leg is self.source and self._pool.can_receive(leg.worker, excluded, self._context.needs)
         if is_possible:
             leg.request_offer()
         return is_possible

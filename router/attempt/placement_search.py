@@ -13,6 +13,7 @@ from decant.router.placement.policy import (
     choose_decode_worker,
     choose_first_worker,
 )
+from decant.router.workers.needs import Needs
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.waiting_line import CapacityKind, WaitsFor
 from decant.router.workers.worker_handle import WorkerHandle
@@ -38,13 +39,14 @@ class Search(ABC, Generic[_T]):
 
     def failure(self) -> Exception:
         """Error of a search that found none in time."""
-        context = self._context
-        if self._pool.has_usable(context.model) and not self._pool.has_usable(context.model, context.adapter):
+        context, has_usable = self._context, self._pool.has_usable
+        adapter = Needs(context.needs.adapter)
+        if has_usable(context.model) and not has_usable(context.model, adapter):
             return NotFound("adapter", context.adapter_name, self._pool.adapters(context.model))
         return NoWorker()
 
     def is_answered(self) -> bool:
-        return self._pool.has_usable(self._context.model, self._context.adapter)
+        return self._pool.has_usable(self._context.model, self._context.needs)
 
     @abstractmethod
     def choose(self) -> _T | None: ...
@@ -54,7 +56,7 @@ class Search(ABC, Generic[_T]):
 
     def _workers(self) -> list[WorkerSnapshot]:
         context = self._context
-        return self._pool.snapshot(context.model, context.excluded_workers, context.prefix, context.adapter)
+        return self._pool.snapshot(context.model, context.excluded_workers, context.prefix, context.needs)
 
     def _request(self) -> PlacementRequest:
         context = self._context
@@ -101,7 +103,7 @@ class CacheSearch(Search[Incarnation]):
 
     def _receivers(self) -> list[WorkerHandle]:
         context = self._context
-        return self._pool.receivers(context.model, self._ticket.layout_hash, self._prefill_worker, context.adapter)
+        return self._pool.receivers(context.model, self._ticket.layout_hash, self._prefill_worker, context.needs)
 
     def choose(self) -> Incarnation | None:
         return choose_decode_worker(self._workers(), self._request(), self._ticket.layout_hash, self._prefill_worker)
@@ -113,7 +115,7 @@ class CacheSearch(Search[Incarnation]):
 def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
-    workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix, context.adapter)
+    workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix, context.needs)
     candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(
         candidates,

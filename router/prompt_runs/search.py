@@ -7,6 +7,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.attempt.failures import NoWorker
 from decant.router.placement.policy import PlacementRequest, choose_prompt_worker
 from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.workers.needs import needs_of
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.waiting_line import CapacityKind, WaitingLine, WaitsFor
 from decant.runtime.packed import count
@@ -33,11 +34,11 @@ class PromptWorkerSearch:
         return self.pool.waiting_lines[self.request.model]
 
     def choose(self) -> Incarnation | None:
-        workers = self.pool.snapshot(self.request.model, self.failed, self.prefix)
+        workers = self.pool.snapshot(self.request.model, self.failed, self.prefix, needs_of(self.request))
         return choose_prompt_worker(workers, PlacementRequest(count(self.request.prompt)), self.preferred)
 
     def is_answered(self) -> bool:
-        return self.pool.has_usable(self.request.model)
+        return self.pool.has_usable(self.request.model, needs_of(self.request))
 
     def timeout_ends(self, since: float, unanswered: float | None) -> float:
         return self.pool.search_ends(since, unanswered)

@@ -12,6 +12,7 @@ from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.timings import WorkerTimings
 from decant.router.workers.membership import WorkerMembership
+from decant.router.workers.needs import NO_NEEDS, Needs
 from decant.router.workers.pool_capacity import capacity_of
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.ticket_renewals import TicketRenewals
@@ -59,14 +60,18 @@ class WorkerPool:
         return (worker for worker in self.membership if worker.model == model)
 
     def snapshot(
-        self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None, adapter: str = ""
+        self,
+        model: str,
+        excluded: AbstractSet[Incarnation],
+        prefix: PromptBlocks | None = None,
+        needs: Needs = NO_NEEDS,
     ) -> list[WorkerSnapshot]:
-        """Snapshots of the usable workers that have the adapter; those in ``excluded`` are avoided, not left out."""
+        """Snapshots of the usable workers that meet the needs; those in ``excluded`` are avoided, not left out."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
             worker.snapshot(cached.get(worker.load.number, 0), is_avoided=worker.incarnation in excluded)
             for worker in self.of(model)
-            if worker.is_usable and worker.has_adapter(adapter)
+            if worker.is_usable and worker.meets(needs)
         ]
 
     def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
@@ -113,24 +118,26 @@ class WorkerPool:
         usable = [worker for worker in self.of(model) if worker.is_usable]
         return min((worker.registration.capacity.max_context_length for worker in usable), default=None)
 
-    def has_usable(self, model: str, adapter: str = "") -> bool:
-        return any(worker.is_usable and worker.has_adapter(adapter) for worker in self.of(model))
+    def has_usable(self, model: str, needs: Needs = NO_NEEDS) -> bool:
+        return any(worker.is_usable and worker.meets(needs) for worker in self.of(model))
 
-    def receivers(self, model: str, layout_hash: int, sender: Incarnation, adapter: str = "") -> list[WorkerHandle]:
+    def receivers(
+        self, model: str, layout_hash: int, sender: Incarnation, needs: Needs = NO_NEEDS
+    ) -> list[WorkerHandle]:
         return [
             worker
             for worker in self.of(model)
             if worker.load.layout_hash == layout_hash and worker.incarnation != sender and not worker.load.is_draining
-            if worker.has_adapter(adapter)
+            if worker.meets(needs)
         ]
 
-    def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation], adapter: str = "") -> bool:
+    def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation], needs: Needs = NO_NEEDS) -> bool:
         """Whether a worker can take a migrated run now; cheap: it is called for each sequence at every heartbeat."""
         candidates = [
             worker
             for worker in self.of(source.registration.model)
             if worker is not source and worker.load.layout_hash == source.load.layout_hash
-            if worker.has_adapter(adapter)
+            if worker.meets(needs)
             if worker.is_usable and not worker.is_avoided and worker.incarnation not in excluded
         ]
         decode = [worker for worker in candidates if worker.load.role != wire.ROLE_PREFILL]

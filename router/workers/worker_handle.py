@@ -13,6 +13,7 @@ from decant.router.placement.prefix_index import PrefixIndex
 from decant.router.placement.worker_load import WorkerLoad
 from decant.router.placement.worker_rates import WorkerRates
 from decant.router.timings import WorkerTimings
+from decant.router.workers.needs import Needs
 from decant.router.workers.session import WorkerSession
 
 
@@ -57,9 +58,10 @@ class WorkerHandle:
     def is_wanted(self) -> bool:
         return self.is_registered or self.session.is_busy
 
-    def has_adapter(self, digest: str) -> bool:
-        """Whether the worker has the adapter, or the request has none."""
-        return not digest or any(adapter.digest == digest for adapter in self.adapters)
+    def meets(self, needs: Needs) -> bool:
+        if self.registration.peer.protocol < needs.protocol:
+            return False
+        return not needs.adapter or any(adapter.digest == needs.adapter for adapter in self.adapters)
 
     @property
     def is_avoided(self) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -98,6 +99,25 @@ async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, 
             assert names(harness) == {"p", "d"}
             stream = await harness.answer(make_request())
             assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p", "d")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"guide": wire.Guide(answer="start: /a/")}, {"reasoning": wire.ReasoningLimit(max_tokens=1)}],
+    ids=["guide", "reasoning"],
+)
+async def test_fields_that_an_older_worker_would_ignore_go_to_newer_ones(store: Store, fields: dict[str, Any]) -> None:
+    async with fleet(P, D, D2) as workers:
+        for older in workers[:2]:
+            older.registration.peer.protocol = PROTOCOL - 1
+        async with core(store, workers) as harness:
+            for number in range(4):
+                request = make_request(str(number))
+                request.engine_request.MergeFrom(wire.EngineRequest(**fields))
+                stream = await harness.answer(request)
+                assert stream.trace.decode_worker == "d2"
+            assert not workers[0].prefills
+            assert not workers[1].starts
 
 
 @pytest.mark.rule("protocol-versions-neighbours", "router/workers/membership.py:WorkerMembership._incompatibility")
