@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -19,6 +20,25 @@ OnCrash = Callable[[str, BaseException], None]
 _T = TypeVar("_T")
 
 _log = logs.get(__name__)
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Task group that raises its first error by itself.
+
+    In Python before 3.13 the task of a group in which another task failed keeps a request to cancel it, as if its
+    caller had cancelled it.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    requests = task.cancelling()
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failed:
+        while task.cancelling() > requests:
+            task.uncancel()
+        raise failed.exceptions[0] from None
 
 
 def start_task(

@@ -183,10 +183,13 @@ class Worker:
         await _warm_up_engine(host)
         prefill, decode = await self._open(host)
         server.shutdown.ends_process = False
-        registrar = await self._register(host, files)
+        directory = None
         if settings.adapter_directory is not None:
-            announce = partial(_announce_adapters, registrar, host)
-            directory = AdapterDirectory(settings.adapter_directory, host, announce)
+            directory = AdapterDirectory(settings.adapter_directory, host)
+            await directory.begin()
+        registrar = await self._register(host, files)
+        if directory is not None:
+            directory.announce = partial(_announce_adapters, registrar, host)
             watch = BackgroundTask("adapter directory", directory.run, self._part_failed)
             await self._stack.enter_async_context(watch)
         self._parts = _Parts(host, prefill, decode, registrar)

@@ -32,7 +32,7 @@ _READ = {
 _PLAIN_STARTS = {True, False, None, "eva", "gaussian", "orthogonal"}
 """``init_lora_weights`` that leave the base's weights as they are."""
 
-_FIRST_INDEX = r".*?\.[^.]*\.(\d+)\."
+_FIRST_INDEX = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class AdapterConfig:
             return False
         if self.layers is None or isinstance(self.targets, str) or module in self.targets:
             return True
-        patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in self.layers_patterns] or [_FIRST_INDEX]
+        patterns = [rf"(?:^|.*?\.){pattern}\.(?P<layer>\d+)\." for pattern in self.layers_patterns] or [_FIRST_INDEX]
         found = next((match for pattern in patterns if (match := self._match(pattern, module))), None)
-        return found is not None and int(found.group(1)) in self.layers
+        return found is not None and found["layer"] is not None and int(found["layer"]) in self.layers
 
     def rank_of(self, module: str) -> int:
         return self.ranks.get(self._key(self.ranks, module), self.rank)
@@ -145,9 +145,13 @@ class _Reader:
         return value
 
     def alpha(self, key: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        try:
+            alpha = math.nan if isinstance(value, bool | str) else float(value)
+        except (TypeError, OverflowError):  # a whole number may have any length
+            alpha = math.nan
+        if not math.isfinite(alpha):
             raise self._invalid(key, "a finite number", value)
-        return float(value)
+        return alpha
 
     def names(self, key: str, *, is_needed: bool = False) -> str | tuple[str, ...]:
         value = self._raw.get(key)

@@ -53,7 +53,7 @@ class GenerationCalls:
     ) -> None:
         self._models = models
         self._registry = registry
-        self._unread_s = unread_s
+        self.unread_s = unread_s
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
     async def begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
@@ -141,7 +141,7 @@ class GenerationCalls:
         self, stream: TokenStream, sent: Counts, call: AuthenticatedCall, respond: _Respond[_Response]
     ) -> _Response:
         """Make the call the stream's reader while ``respond`` answers it, and count how that ended."""
-        lease = ReaderLease(stream, self._unread_s)
+        lease = ReaderLease(stream, self.unread_s)
         meter = meter_of(stream, self._metrics[stream.request.engine_request.model])
         outcome = _LEFT
         try:

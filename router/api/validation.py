@@ -90,8 +90,7 @@ async def validate(
     reasoning = reasoning_after(request, prompt, model)
     guide = await guide_of(request, reasoning, model, deadline)
     id = request.request_id or str(uuid.uuid4())
-    answer_options = replace(options, reasoning=reasoning)
-    options = with_calls(answer_options, request, model, id)
+    options = with_calls(replace(options, reasoning=reasoning), request, model, id)
     engine_request = wire.EngineRequest(
         model=model.id,
         prompt=pack(prompt),
@@ -119,7 +118,7 @@ async def validate(
         eos_token_ids=frozenset() if stopping.ignore_eos else model.eos_token_ids,
         session=f"{tenant}/{request.cache.session_id}" if request.cache.session_id else "",
         vocab_size=model.vocab_size,
-        new_answer=partial(new_answer, model, answer_options, stopping) if options.stops else None,
+        new_answer=partial(new_answer, model, options.without_calls(), stopping) if options.stops else None,
     )
 
 

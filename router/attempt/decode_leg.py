@@ -144,13 +144,14 @@ class DecodeLeg(Leg):
     def on_draining(self) -> None:
         self._owner.on_draining(self)
 
-    def on_crowded(self, is_worth: MoveTest) -> bool:
-        if not self._has_decode_started or self._is_closed or self.offer is not None:
-            return False
-        context = self._context
-        limit = sum(output.end_limit - output.position for output in context.unfinished)
-        steps = expected_steps(context.stream.num_tokens, limit)
-        return is_worth(context.num_tokens, steps) and self._owner.on_crowded(self)
+    def on_crowded(self, count: int, is_worth: MoveTest) -> int:
+        """Ask to move, all outputs together, if they are at most ``count``; return how many move."""
+        context, outputs = self._context, self._context.unfinished
+        if not self._has_decode_started or self._is_closed or self.offer is not None or len(outputs) > count:
+            return 0
+        limit = max((output.end_limit - output.position for output in outputs), default=0)
+        steps = expected_steps(max(context.stream.counts), limit)
+        return len(outputs) if is_worth(context.num_tokens, steps) and self._owner.on_crowded(self) else 0
 
     def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None:
         self._set_decode_started()

@@ -73,11 +73,11 @@ class PromptSearch(Search[Placement]):
         return choose_first_worker(self._workers(), self._request())
 
     def _kind(self) -> CapacityKind:
-        request = self._request()
+        request, needs = self._request(), self._context.needs
         if request.from_tokens:
-            return CapacityKind(WaitsFor.FROM_TOKENS)
+            return CapacityKind(WaitsFor.FROM_TOKENS, needs=needs)
         is_short = request.tokens < request.handoff_min_tokens
-        return CapacityKind(WaitsFor.SHORT_PREFILL if is_short else WaitsFor.PREFILL)
+        return CapacityKind(WaitsFor.SHORT_PREFILL if is_short else WaitsFor.PREFILL, needs=needs)
 
 
 class CacheSearch(Search[Incarnation]):
@@ -109,7 +109,7 @@ class CacheSearch(Search[Incarnation]):
         return choose_decode_worker(self._workers(), self._request(), self._ticket.layout_hash, self._prefill_worker)
 
     def _kind(self) -> CapacityKind:
-        return CapacityKind(WaitsFor.CACHE, self._ticket.layout_hash, self._prefill_worker)
+        return CapacityKind(WaitsFor.CACHE, self._ticket.layout_hash, self._prefill_worker, self._context.needs)
 
 
 def choose_migration_target(

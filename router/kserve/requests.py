@@ -67,7 +67,12 @@ def check_version(model: str, version: str) -> None:
 
 def _parameters(request: kserve.ModelInferRequest, given: str | bool | None) -> dict[str, Any]:
     """Sampling parameters: of their tensor, a JSON object, else those of the request."""
-    own = {name: getattr(each, each.WhichOneof("parameter_choice") or "") for name, each in request.parameters.items()}
+    own = dict[str, Any]()
+    for name, each in request.parameters.items():
+        kind = each.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidArgument(f"parameters.{shorten(name)}", "a value", "none")
+        own[name] = getattr(each, kind)
     own.pop(EMPTY_FINAL, None)
     if given is None:
         return own

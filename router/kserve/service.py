@@ -14,9 +14,12 @@ from decant.router.api.generation_calls import GenerationCalls, call_span
 from decant.router.execution.registry import RequestRegistry
 from decant.router.kserve.requests import EMPTY_FINAL, check_version, generate_request, kserve_field_names
 from decant.router.kserve.tensors import DATATYPES, STREAMING, TEXT_OUTPUT, text_response
-from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.background import task_group
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, Aborted, InvalidArgument, ServiceError, Unavailable
 from decant.runtime.serving.server import Service
 
+DRAIN_CHECK_S = 0.5
 AT_ONCE = 64
 """Requests of one stream that run at the same time; the next is read when one has ended."""
 
@@ -94,8 +97,12 @@ class KServeService:
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[kserve.ModelInferRequest], call: AuthenticatedCall
     ) -> None:
-        """Answer each request of the stream; an error of one is a message, and the stream goes on."""
-        responses = _Responses(call)
+        """Answer each request of the stream; an error of one is a message, and the stream goes on.
+
+        Raises Unavailable(DRAINING) once the router drains and what it has begun is answered, Aborted(SLOW_READER) if
+        the client reads no answer.
+        """
+        responses = _Responses(call, self._calls.unread_s)
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def answer(request: kserve.ModelInferRequest) -> None:
@@ -104,13 +111,27 @@ class KServeService:
             finally:
                 slots.release()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                async for request in requests:
-                    await slots.acquire()
-                    group.create_task(answer(request))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        async with task_group() as group:
+            async for request in self._until_drain(requests):
+                await slots.acquire()
+                group.create_task(answer(request))
+        if not self._is_ready():
+            raise Unavailable(Reason.DRAINING, "this router drains", retry_after=RETRY_ELSEWHERE_SECONDS)
+
+    async def _until_drain(
+        self, requests: AsyncIterator[kserve.ModelInferRequest]
+    ) -> AsyncIterator[kserve.ModelInferRequest]:
+        incoming, end = aiter(requests), kserve.ModelInferRequest()
+        while True:
+            reading = asyncio.ensure_future(anext(incoming, end))
+            try:
+                while not reading.done() and self._is_ready():
+                    await asyncio.wait([reading], timeout=DRAIN_CHECK_S)
+            finally:
+                reading.cancel()
+            if reading.cancelled() or not reading.done() or (request := reading.result()) is end:
+                return
+            yield request
 
     async def _answer(self, request: kserve.ModelInferRequest, call: AuthenticatedCall, responses: _Responses) -> None:
         try:
@@ -121,23 +142,35 @@ class KServeService:
                     await self._calls.stream(stream, (), call, responses.writer(request))
                 else:
                     answer = await self._calls.collect(stream, call)
-                    await responses.send(text_response(request, [output.text for output in answer.outputs]))
+                    await responses.send_last(text_response(request, [output.text for output in answer.outputs]))
         except ServiceError as error:
+            if error.reason is Reason.SLOW_READER:
+                raise
             response = kserve.ModelInferResponse(model_name=request.model_name, id=request.id)
-            await responses.send(response, f"[{error.code.name}] {error.detail.message}")
+            await responses.send_last(response, f"[{error.code.name}] {error.detail.message}")
             return
         if request.parameters[EMPTY_FINAL].bool_param:
-            await responses.send(text_response(request, [], is_final=True))
+            await responses.send_last(text_response(request, [], is_final=True))
 
 
 class _Responses:
     """Responses of a stream."""
 
-    def __init__(self, call: AuthenticatedCall) -> None:
+    def __init__(self, call: AuthenticatedCall, unread_s: float) -> None:
         self._call = call
+        self._unread_s = unread_s
 
     async def send(self, response: kserve.ModelInferResponse, error: str = "") -> None:
         await self._call.write(kserve.ModelStreamInferResponse(error_message=error, infer_response=response))
+
+    async def send_last(self, response: kserve.ModelInferResponse, error: str = "") -> None:
+        """Send what ends a request. Raises Aborted(SLOW_READER)."""
+        try:
+            async with asyncio.timeout(self._unread_s):
+                await self.send(response, error)
+        except TimeoutError:
+            detail = f"the client read no message for {self._unread_s:g} s after a request's end"
+            raise Aborted(Reason.SLOW_READER, detail) from None
 
     def writer(self, request: kserve.ModelInferRequest) -> Any:
         async def write(message: pb.GenerateStreamResponse) -> None:

@@ -21,6 +21,7 @@ from decant.router.prompt_runs.prompt_run import ComputedPrompt, PromptRun, Work
 from decant.router.prompt_runs.search import PromptWorkerSearch
 from decant.router.workers import turns
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.background import task_group
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, Unavailable
@@ -112,11 +113,8 @@ class PromptRunner:
         if running.batch.shares_first:
             computed, preferred = await self._compute(running, requests[0], None)
             first.append(computed)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(request, preferred)) for request in requests[len(first) :]]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        async with task_group() as group:
+            tasks = [group.create_task(one(request, preferred)) for request in requests[len(first) :]]
         return [*first, *(task.result() for task in tasks)]
 
     async def _compute(

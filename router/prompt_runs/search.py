@@ -27,7 +27,10 @@ class PromptWorkerSearch:
     prefix: PromptBlocks
     failed: Set[Incarnation]
     preferred: Incarnation | None
-    kind: CapacityKind = CapacityKind(WaitsFor.PREFILL)  # noqa: RUF009 - it is immutable
+
+    @property
+    def kind(self) -> CapacityKind:
+        return CapacityKind(WaitsFor.PREFILL, needs=needs_of(self.request))
 
     @property
     def line(self) -> WaitingLine:

@@ -8,7 +8,7 @@ string ends the output also where special tokens are skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decant.protos import worker_pb2 as wire
 from decant.router.text.detokenizer import Detokenizer, PromptEnd
@@ -41,6 +41,10 @@ class OutputOptions:
     min_chunk_tokens: int = 1
     reasoning: Reasoning | None = None
     """Of outputs that may begin with it; None: all is text."""
+
+    def without_calls(self) -> OutputOptions:
+        """Options for the same text, in which calls are not parsed."""
+        return replace(self, new_call_parser=_no_calls)
 
 
 def new_output_text(model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> OutputText:

@@ -202,23 +202,26 @@ class WorkerPool:
 
     def _may_take(self, worker: WorkerHandle, kind: CapacityKind) -> bool:
         load, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL
+        if not worker.meets(kind.needs):
+            return False
         if kind.waits_for is WaitsFor.CACHE:
             fits = kind.layout_hash == load.layout_hash and kind.sender != worker.incarnation
-            return fits and (decodes or not self._any_usable(worker, decodes=True))
+            return fits and (decodes or not self._any_usable(worker, kind.needs, decodes=True))
         if not load.takes_prompts:
             return False
         if kind.waits_for is WaitsFor.FROM_TOKENS:
-            return decodes or not self._any_usable(worker, decodes=True)
-        if not decodes or not self._any_usable(worker, decodes=False):
+            return decodes or not self._any_usable(worker, kind.needs, decodes=True)
+        if not decodes or not self._any_usable(worker, kind.needs, decodes=False):
             return True
         return kind.waits_for is WaitsFor.SHORT_PREFILL and load.queued_tokens.value < self.handoff_min_tokens(
             worker.registration.model
         )
 
-    def _any_usable(self, like: WorkerHandle, *, decodes: bool) -> bool:
+    def _any_usable(self, like: WorkerHandle, needs: Needs, *, decodes: bool) -> bool:
         return any(
             (worker.load.role != wire.ROLE_PREFILL) == decodes
             and worker.load.layout_hash == like.load.layout_hash
             and worker.is_usable
+            and worker.meets(needs)
             for worker in self.of(like.registration.model)
         )

@@ -118,7 +118,7 @@ class WorkerSession:
         self._outgoing.cancel(cancel)
 
     def move_away(self, count: int, is_worth: MoveTest) -> int:
-        """Let up to ``count`` running runs move to another worker; return how many will try."""
+        """Let up to ``count`` running sequences move to another worker; return how many will try."""
         return self._runs.on_crowded(count, is_worth) if self.is_usable else 0
 
     def set_role(self, role: wire.Role) -> None:

@@ -52,12 +52,12 @@ class SessionRuns:
             run.listener.on_draining()
 
     def on_crowded(self, count: int, is_worth: MoveTest) -> int:
-        """Let up to ``count`` runs ask to move to another worker; return how many did."""
+        """Let runs with up to ``count`` sequences in all ask to move to another worker; return how many did."""
         moved = 0
         for run in self.table:
             if moved == count:
                 break
-            moved += run.listener.on_crowded(is_worth)
+            moved += run.listener.on_crowded(count - moved, is_worth)
         return moved
 
     def fail_all(self, detail: str) -> None:

@@ -71,7 +71,7 @@ class RunListener(Protocol):
     def on_draining(self) -> None:
         """Called with each heartbeat of a draining worker."""
 
-    def on_crowded(self, is_worth: MoveTest) -> bool:
+    def on_crowded(self, count: int, is_worth: MoveTest) -> int:
         """Called when another worker has a smaller batch: ask to move there if it is worth it; whether it did."""
 
     def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...

@@ -12,6 +12,7 @@ from enum import Enum
 from itertools import count
 from typing import NamedTuple
 
+from decant.router.workers.needs import NO_NEEDS, Needs
 from decant.state.ids import Incarnation
 
 
@@ -26,6 +27,7 @@ class CapacityKind(NamedTuple):
     waits_for: WaitsFor
     layout_hash: int = 0
     sender: Incarnation | None = None
+    needs: Needs = NO_NEEDS
 
 
 class Waiter:

@@ -29,6 +29,7 @@ KEYS = {
     "model",
     "seed",
     "text",
+    "reasoning",
     "tool_calls",
     "token_ids",
     "logprobs",

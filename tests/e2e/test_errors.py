@@ -117,6 +117,10 @@ def go_on(harness: Harness) -> None:
     harness.workers[1].go.set()
 
 
+UNKNOWN_FIELD = b"\xf8\x7f\x01"
+"""Number 2047, with the value 1."""
+
+
 @reason("INVALID_FIELD")
 @reason("EMPTY_PROMPT")
 @reason("PROMPT_TOO_LONG")
@@ -135,10 +139,10 @@ async def test_invalid_requests_are_refused_by_reason(harness: Harness) -> None:
     field, limit, value = long.violation
     assert (field, value) == ("token_ids.ids", str(2048 + len(PROMPT)))
     assert "2048" in limit
-    tagged = generate_request(5, guided=pb.GuidedDecoding(structural_tag="{}"))
-    unsupported = await error_of(harness.stub.Generate(tagged))
+    newer = pb.GenerateRequest.FromString(generate_request(5).SerializeToString() + UNKNOWN_FIELD)
+    unsupported = await error_of(harness.stub.Generate(newer))
     assert (unsupported.code, unsupported.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
-    assert (unsupported.violation[0], unsupported.violation[2]) == ("GuidedDecoding.structural_tag", "{}")
+    assert unsupported.violation[0] == "GenerateRequest.2047"
     adapter = await error_of(harness.stub.Generate(generate_request(5, lora_name="pirate")))
     assert (adapter.code, adapter.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
     assert adapter.details[ResourceInfo].resource_type == "adapter"

@@ -76,6 +76,7 @@ async def test_a_run_moves_every_metric_of_the_reference(pair: Deployment, stub:
     prompt = "def metrics_of_a_run(values):\n" * 12
     for _ in range(2):  # the second finds the first's prefix
         await stub.Generate(pb.GenerateRequest(prompt=prompt, stopping=pb.StoppingParams(max_tokens=4)))
+    await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text=prompt)]))
     # Cancelled long before its end: all pages have to be read while it runs.
     long = stub.GenerateStream(
         pb.GenerateRequest(prompt=prompt, stopping=pb.StoppingParams(max_tokens=1800, min_tokens=1800))

@@ -281,6 +281,11 @@ def test_a_cached_hub_name_is_served_without_a_connection_or_a_wait(hub, monkeyp
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    for module in (
+        "models.auto.auto_factory",
+        "integrations.peft",
+    ):  # peft, for which it asks the hub, is of tests alone
+        monkeypatch.setattr(f"transformers.{module}.is_peft_available", lambda: False)
     sleeps: list[float] = []
     monkeypatch.setattr(time, "sleep", sleeps.append)
     assert serve("org/tiny").probe_result.exact

@@ -24,8 +24,8 @@ class RunRecorder:
     def on_offer(self, ticket: wire.Ticket) -> None:
         self.events.append(ticket)
 
-    def on_crowded(self, is_worth: MoveTest) -> bool:
-        return False
+    def on_crowded(self, count: int, is_worth: MoveTest) -> int:
+        return 0
 
     def on_draining(self) -> None:
         self.draining += 1

@@ -109,17 +109,21 @@ def make_vllm_service(
 
 @asynccontextmanager
 async def harness(
-    served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
+    served: Models | None = None,
+    callers: Authenticator | None = None,
+    unread_s: float = UNREAD_S,
+    drain_seconds: float = 1.0,
 ) -> AsyncIterator[Harness]:
-    requests, registry = ScriptedRegistry(), Registry(process=False)
+    requests, registry, readiness = ScriptedRegistry(), Registry(process=False), Readiness()
     served = served or Models([tiny()])
     metrics = RequestMetrics(registry)
     calls = GenerationCalls(served, cast(Any, requests), metrics, unread_s)
     service = make_service(requests, registry, served, callers, unread_s, calls, metrics).service()
     vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served), metrics).service()
-    tensors = KServeService(calls, cast(Any, requests), callers or NoAuthentication(served), "1.2.3", lambda: True)
+    authenticator = callers or NoAuthentication(served)
+    tensors = KServeService(calls, cast(Any, requests), authenticator, "1.2.3", lambda: readiness.is_ready)
     server = Server(
-        [service, vllm, tensors.service()], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry
+        [service, vllm, tensors.service()], ServerSettings(port=0, drain_seconds=drain_seconds), readiness, registry
     )
     await server.start()
     running = asyncio.create_task(server.run())

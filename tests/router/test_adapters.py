@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from decant.state.store import Store
 from tests.router.factories import context_length, tiny, valid
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
-from tests.router.harness import D2, P2, Core, D, P, core, make_request, read_stored, tokens_of, until
+from tests.router.harness import D2, P2, PATIENCE, Core, D, P, core, make_request, read_stored, tokens_of, until
 from tests.router.service_harness import all_of, error_of_call, generate_request, harness
 
 PROMPT = [1, 2, 3]
@@ -85,6 +86,18 @@ async def test_a_worker_that_has_it_no_more_refuses_and_another_one_is_tried(sto
                 stream = await harness.answer(adapted(str(number)))
                 assert (tokens_of(stream), stream.trace.decode_worker) == (answer(PROMPT, 5), "d2")
             assert not any(seen.is_avoided for seen in harness.router.pool.snapshot("m", frozenset()))
+
+
+async def test_a_request_that_waits_for_its_adapter_keeps_no_other_one_waiting(store: Store) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=10 * PATIENCE))
+    async with fleet(D) as workers, core(store, workers, timings=timings) as harness:
+        waiting = await harness.requests.begin(adapted("waits"))
+        await until(lambda: len(harness.router.pool.waiting_lines["m"]) == 1)
+        for number in range(3):
+            stream = await asyncio.wait_for(harness.answer(make_request(str(number))), PATIENCE / 2)
+            assert stream.trace.decode_worker == "d"
+        assert waiting.end is None
+        await harness.requests.cancel(waiting.request.key)
 
 
 async def test_a_request_whose_adapter_was_removed_ends_with_a_typed_error(store: Store) -> None:

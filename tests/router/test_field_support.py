@@ -25,7 +25,7 @@ CHAT = ChatTemplate("{{ messages[0].role + messages[0].content }}x{{ add_generat
 
 VALUES: dict[str, list[Any]] = {"SamplingParams.logit_bias": [{3: 0.5}]}
 
-READ_LATER = {"GenerateRequest.user", "GenerateRequest.parse_special_tokens"}
+READ_LATER = {"GenerateRequest.user", "GenerateRequest.parse_special_tokens", "GenerateRequest.lora_name"}
 """A valid request only carries them, or this model has no use of them; they are tested where they are read."""
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from decant.protos.kserve import grpc_service_pb2 as kserve
 from decant.router.kserve.requests import EMPTY_FINAL, generate_request
+from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unimplemented
 from tests.router.factories import AT_LENGTH
 from tests.router.service_harness import error_of_call, harness, writes
@@ -81,6 +82,16 @@ async def test_requests_of_a_stream_are_answered_by_id_and_an_error_ends_only_it
         streamed = ["".join(text for each in answers[id] for text in texts(each.infer_response)) for id in "acd"]
         assert streamed[0] == streamed[1] == streamed[2].removeprefix("def f(x):")
         assert all(not each.infer_response.parameters["triton_final_response"].bool_param for each in answers["a"])
+
+
+async def test_an_idle_stream_ends_when_the_router_drains() -> None:
+    async with harness(drain_seconds=60.0) as s:
+        s.requests.plan = writes(300, end=AT_LENGTH)
+        call = s.kserve.ModelStreamInfer()
+        await call.write(request(id="a"))
+        assert (await call.read()).infer_response.id == "a"
+        s.server.shutdown.request("a drain")
+        assert (await error_of_call(call.read())).reason is Reason.DRAINING
 
 
 async def test_a_stream_that_the_client_leaves_loses_its_requests() -> None:

@@ -177,8 +177,19 @@ async def test_calls_are_searched_in_the_text_alone(model_of):
     assert (whole.reasoning, whole.text, len(whole.tool_calls)) == (call, "", 1)
 
 
+async def test_a_call_keeps_its_header_that_begins_no_part_of_the_answer(model_of):
+    model = model_of("gpt-oss")
+    call = "<|start|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>"
+    stream = await stream_of(
+        model, f"<|channel|>analysis<|message|>hm<|end|>{call}", messages=messages(tools=[pb.Tool(name="now")])
+    )
+    whole = OutputReader(stream, stream.outputs[0], model).all_so_far(0)
+    assert (whole.reasoning, whole.text) == ("hm", "")
+    assert [(each.name, each.arguments) for each in whole.tool_calls] == [("now", "{}")]
+
+
 MARKERS = ReasoningMarkers((1, 2, 3), 9)
-LONG = Reasoning(FORMATS[0], MARKERS, ((1, 4), (1, 2, 5, 6), (7,)))
+LONG = Reasoning(FORMATS[0], MARKERS, ((1, 4), (7,)), ((1, 2, 5, 6),))
 
 
 @given(st.lists(st.integers(1, 10), max_size=30), st.data(), st.booleans())

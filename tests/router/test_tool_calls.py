@@ -221,6 +221,18 @@ async def test_a_response_has_calls_and_text_of_special_tokens_only_if_requested
         assert [(call.name, call.arguments) for call in whole.tool_calls] == [("now", '{"a": "é😀"}')]
 
 
+@pytest.mark.parametrize("stop", ["] [", "CALLS]"])
+async def test_an_output_ends_at_a_stop_string_that_its_client_would_see_in_a_marker(model_of, stop):
+    model = model_of("mistral", "[TOOL_CALLS]")
+    stream, _ = await stream_of(model, "", stopping=pb.StoppingParams(stop=[stop], max_tokens=1000))
+    output = TokenStream(stream.request).outputs[0]
+    output.begin_writing()
+    for token in await model.encode('[TOOL_CALLS] [{"name": "now", "arguments": {}}] and more', special=False):
+        output.write(output.position, token)
+    assert output.finish is not None
+    assert output.finish.stop_string == stop
+
+
 @pytest.mark.parametrize("kind", CALLING)
 async def test_a_resumed_stream_continues_its_calls(model_of, kind):
     special, output = CALLING[kind]

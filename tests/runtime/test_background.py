@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from decant.runtime.background import BackgroundTask, RestartPolicy, run_restarting, start_task
+from decant.runtime.background import BackgroundTask, RestartPolicy, run_restarting, start_task, task_group
 from decant.runtime.backoff import Backoff
 
 
@@ -191,3 +191,29 @@ async def test_a_loop_that_is_cancelled_does_not_run_again() -> None:
         await asyncio.sleep(0)
         assert is_running("part")
     assert not is_running("part")
+
+
+async def test_a_group_raises_its_first_error_and_leaves_its_task_without_a_cancellation() -> None:
+    async def fail() -> None:
+        async with task_group() as group:
+            group.create_task(crash())
+            group.create_task(forever())
+
+    task = asyncio.current_task()
+    assert task is not None
+    with pytest.raises(ValueError, match="broken"):
+        await fail()
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_a_group_whose_caller_is_cancelled_is_cancelled() -> None:
+    async def work() -> None:
+        async with task_group() as group:
+            group.create_task(forever())
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

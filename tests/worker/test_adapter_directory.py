@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.engine.engine import Engine
-from decant.worker.adapter_directory import FILES, AdapterDirectory
+from decant.worker.adapter_directory import FILES, LOOKS_AT_ONE_FILE, AdapterDirectory
 from tests.worker.harness import ADAPTERS, WorkerHarness, worker
 
 
@@ -71,6 +71,51 @@ async def test_a_folder_that_is_being_written_is_not_read(watched: Watched) -> N
     await watched.directory.look()
     assert await watched.settle()
     assert watched.announced == 1
+
+
+async def test_what_is_there_at_the_start_is_loaded_before_routers_know_the_worker(watched: Watched) -> None:
+    save(watched.folder, "one", "1")
+    await watched.directory.begin()
+    assert {adapter.name for adapter in watched.harness.host.adapters} >= {"one"}
+
+
+async def test_a_replaced_file_waits_for_the_other_one(watched: Watched) -> None:
+    save(watched.folder, "one", "1")
+    before = await watched.settle()
+    (watched.folder / "one" / FILES[0]).write_text("the next config")
+    assert await watched.settle() == before, "the next config with the weights before"
+    save(watched.folder, "one", "1, revised")
+    after = await watched.settle()
+    assert after != before
+    (watched.folder / "one" / FILES[0]).write_text("another config for these weights")
+    for _ in range(LOOKS_AT_ONE_FILE):
+        await watched.directory.look()
+    assert await watched.settle() != after
+
+
+async def test_a_directory_that_is_away_for_a_while_changes_nothing(watched: Watched) -> None:
+    save(watched.folder, "one", "1")
+    before = await watched.settle()
+    away = watched.folder.rename(watched.folder.with_name("away"))
+    with capture_logs() as logged:
+        assert await watched.settle() == before
+    assert [line["event"] for line in logged] == ["the directory of adapters can't be read"]
+    away.rename(watched.folder)
+    assert await watched.settle() == before
+    assert watched.announced == 1
+
+
+async def test_an_adapter_that_can_t_be_loaded_for_any_reason_ends_nothing(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str, folder: Path) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(watched.harness.host.adapter_digests, "load", fail)
+    save(watched.folder, "one", "1")
+    with capture_logs() as logged:
+        assert await watched.settle() == {}
+    assert [line["reason"] for line in logged] == ["MemoryError: out of memory"]
 
 
 async def test_a_refused_folder_is_logged_once_and_leaves_what_its_name_stood_for(watched: Watched) -> None:

@@ -10,4 +10,4 @@ with decant.Client(ADDRESS) as client:
     info = client.server_info()
     print("router", info.router_id, "of version", info.version, "serves", info.default_model, "by default")
     print("at most", info.limits.max_logprobs, "alternatives per token")
-    print("not implemented:", ", ".join(info.unimplemented_fields))
+    print("not implemented:", ", ".join(info.unimplemented_fields) or "nothing")

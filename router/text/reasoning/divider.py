@@ -26,9 +26,11 @@ class ReasoningDivider:
     def __init__(self, reasoning: Reasoning) -> None:
         markers = reasoning.markers
         self._begin, self._end = markers.begin, markers.end
-        self._sequences = sorted({markers.begin, *reasoning.dropped}, key=len, reverse=True)
+        self._headers = set(reasoning.headers)
+        self._sequences = sorted({markers.begin, *reasoning.dropped, *self._headers}, key=len, reverse=True)
         self._prefixes = {marker[:count] for marker in self._sequences for count in range(1, len(marker))}
         self._is_open = markers.is_open
+        self._begins_part = True
         self._held: tuple[int, ...] = ()
 
     def add(self, tokens: Sequence[int]) -> list[Piece]:
@@ -54,6 +56,7 @@ class ReasoningDivider:
                 yield Piece(Part.MARKER, marker)
                 self._is_open = marker == self._begin if not self._is_open else False
                 begin = place + len(marker)
+            self._begins_part = bool(marker)
             place += len(marker) or 1
         if place > begin:
             yield Piece(self._part, held[begin:place])
@@ -71,4 +74,5 @@ class ReasoningDivider:
         rest = held[place : place + len(self._sequences[0])]
         if place + len(rest) == len(held) and rest in self._prefixes:
             return None
-        return next((marker for marker in self._sequences if rest[: len(marker)] == marker), ())
+        found = next((marker for marker in self._sequences if rest[: len(marker)] == marker), ())
+        return () if found in self._headers and not self._begins_part else found

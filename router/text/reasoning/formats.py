@@ -23,6 +23,7 @@ class ReasoningFormat:
     then         what the model writes behind the end, before its next part
     answer       begins an answer
     dropped      what the answer has between its parts, which is no text
+    headers      the same where a part begins; elsewhere it belongs to a call
     """
 
     name: str
@@ -32,6 +33,7 @@ class ReasoningFormat:
     then: str = ""
     answer: str = ""
     dropped: Sequence[str] = ()
+    headers: Sequence[str] = ()
 
 
 FORMATS = (
@@ -42,7 +44,8 @@ FORMATS = (
         end="<|end|>",
         then="<|start|>assistant",
         answer="<|channel|>final<|message|>",
-        dropped=("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|end|>"),
+        dropped=("<|start|>assistant", "<|end|>"),
+        headers=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
     ),
     ReasoningFormat("think", ("</think>",), "<think>", "</think>"),
     ReasoningFormat("mistral", ("[/THINK]",), "[THINK]", "[/THINK]"),
@@ -57,6 +60,7 @@ class Reasoning:
     form: ReasoningFormat
     markers: ReasoningMarkers
     dropped: Sequence[tuple[int, ...]] = ()
+    headers: Sequence[tuple[int, ...]] = ()
 
     def after(self, prompt: Sequence[int], table: TokenTable, *, is_continued: bool = False) -> Reasoning | None:
         """Reasoning of an output behind a prompt: open if the prompt has begun it, None if the prompt has ended it.
@@ -86,4 +90,8 @@ def reasoning_of(template: str, tokenizer: Tokenizer) -> Reasoning | None:
     begin, end, added = ids(form.begin), ids(form.end), tokenizer.get_added_tokens_decoder()
     if len(end) != 1 or not begin or not {begin[0], begin[-1], *end} <= added.keys():
         return None
-    return Reasoning(form, ReasoningMarkers(begin, end[0]), [ids(text) for text in form.dropped])
+    return Reasoning(
+        form,
+        ReasoningMarkers(begin, end[0]),
+        *([ids(text) for text in texts] for texts in (form.dropped, form.headers)),
+    )
