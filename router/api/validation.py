@@ -82,10 +82,7 @@ async def validate(
     if context_length is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
     prompt = await prompt_of(request, model, context_length, deadline, unix_time)
-    if request.response.echo or not request.HasField("messages") or request.messages.continue_final_message:
-        end = model.token_table.prompt_end(prompt, skip_special_tokens=options.skip_special_tokens)
-        echo = await _echo(request, prompt, model, end, deadline) if request.response.echo else ""
-        options = replace(options, after=end, echo=echo)
+    options = await _behind_prompt(options, request, prompt, model, deadline)
     stopping = _stopping(request.stopping, model, context_length - len(prompt))
     reasoning = reasoning_after(request, prompt, model)
     guide = await guide_of(request, reasoning, model, deadline)
@@ -192,6 +189,18 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
 
 
 # Fields
+
+
+async def _behind_prompt(
+    options: OutputOptions, request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, deadline: Deadline
+) -> OutputOptions:
+    """Options of outputs whose text follows that of the prompt; an answer to messages begins a text of its own."""
+    is_answer = request.HasField("messages") and not request.messages.continue_final_message
+    if is_answer and not request.response.echo:
+        return options
+    end = model.token_table.prompt_end(prompt, skip_special_tokens=options.skip_special_tokens)
+    echo = await _echo(request, prompt, model, end, deadline) if request.response.echo else ""
+    return replace(options, after=end, echo=echo)
 
 
 async def _echo(

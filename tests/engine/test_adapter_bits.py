@@ -1,4 +1,4 @@
-"""A row has the same bits whoever else is in the batch, with which adapter, and without one the bits of no adapters."""
+"""A row has the same bits in any batch, with each adapter, and without one the bits of no adapters."""
 
 from __future__ import annotations
 
