@@ -16,7 +16,7 @@
 # make clean      remove .venv and what was built
 # make lock       resolve requirements.lock again from pyproject.toml
 #
-# AT_ONCE=0                     tests one after the other instead of three at a time
+# AT_ONCE=0                     tests one after the other instead of four at a time
 # INPUTS=1000000                more inputs for `make fuzz`
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
 # INSTALLER=pip                 pip instead of uv
@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TORCH_INDEX ?=
 INSTALLER ?= uv
-AT_ONCE ?= 3
+AT_ONCE ?= 4
 DEMO := tests/e2e/test_install.py::test_the_demo_of_the_wheel_shows_it_all_and_leaves_nothing
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=

@@ -45,8 +45,8 @@ def test_a_plan_refuses_what_a_worker_refuses_with_the_same_words(kind: str, tmp
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "gpt_bigcode": {"n_embd": 1024, "n_layer": 8, "n_head": 16},
-    "gpt2": {"n_embd": 1024, "n_layer": 8, "n_head": 16},
+    "gpt_bigcode": {"n_embd": 1024, "n_layer": 4, "n_head": 16},
+    "gpt2": {"n_embd": 1024, "n_layer": 4, "n_head": 16},
     "qwen2_moe": {**tiny_configs.MOE, "shared_expert_intermediate_size": 1024},
     "qwen3_moe": {**tiny_configs.MOE, "mlp_only_layers": [0, 1]},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 2},
@@ -62,7 +62,7 @@ def test_entries_that_a_configuration_lacks_are_those_of_transformers(kind: str,
         "vocab_size": 32000,
         "hidden_size": 1024,
         "intermediate_size": 2816,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         **PUBLISHED[kind],

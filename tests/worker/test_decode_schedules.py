@@ -176,6 +176,6 @@ async def test_every_run_ends_and_every_block_has_an_owner() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 140, 8))
+@pytest.mark.parametrize("first", range(100, 124, 8))
 async def test_every_run_ends_and_every_block_has_an_owner_in_long_schedules(first: int) -> None:
     await run_schedules(range(first, first + 8), 150)
