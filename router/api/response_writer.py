@@ -9,7 +9,7 @@ from decant.router.request.output import Finish, Output
 from decant.router.request.reader_lease import Write
 from decant.router.request.token_stream import Counts, TokenStream
 from decant.router.text.answer import new_answer
-from decant.router.text.detokenizer import TokenTable
+from decant.router.text.detokenizing.token_table import TokenTable
 from decant.router.text.served_model import ServedModel
 from decant.router.text.tools.call_parser import Parsed, whole_calls
 from decant.runtime.errors import ServiceError

@@ -35,7 +35,7 @@ from decant.router.limits import (
 )
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.answer import new_answer
-from decant.router.text.detokenizer import PromptEnd
+from decant.router.text.detokenizing.token_table import PromptEnd
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from decant.protos import worker_pb2 as wire
-from decant.router.text.detokenizer import Detokenizer, PromptEnd
+from decant.router.text.detokenizing.token_table import Detokenizer, PromptEnd
 from decant.router.text.reasoning.formats import Reasoning
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings

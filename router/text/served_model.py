@@ -20,7 +20,8 @@ from decant.router.limits import check_sampling
 from decant.router.text.answer_grammar import LarkTerms
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.control_tokens import InseparableTokens, PlainTokenizer, WrittenTokens, added_texts
-from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
+from decant.router.text.detokenizing.make import make_token_table
+from decant.router.text.detokenizing.token_table import PromptEnd, TokenTable, UnsupportedDecoder
 from decant.router.text.guide_check import GuideCheck
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
 from decant.router.text.reasoning.formats import Reasoning, reasoning_of

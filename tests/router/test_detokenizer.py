@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from decant import models as trained
-from decant.router.text.detokenizer import Detokenizer, TokenTable, UnsupportedDecoder, make_token_table
+from decant.router.text.detokenizing.make import make_token_table
+from decant.router.text.detokenizing.token_table import Detokenizer, TokenTable, UnsupportedDecoder
 from tests.router.tokenizer_factories import MADE
 
 KINDS = ["tiny-python", *MADE]

@@ -20,7 +20,7 @@ from decant.router.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
-from decant.router.text.detokenizer import PromptEnd
+from decant.router.text.detokenizing.token_table import PromptEnd
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import Models
 from decant.runtime.connections.channel import Deadline

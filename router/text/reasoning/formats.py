@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from decant.engine.reasoning import ReasoningMarkers
-from decant.router.text.detokenizer import TokenTable
+from decant.router.text.detokenizing.token_table import TokenTable
 
 
 @dataclass(frozen=True, slots=True)
