@@ -50,7 +50,7 @@ sys.meta_path.insert(0, Blocked())
 def run(out: Path, python: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"PYTHON": str(python), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"} | environment
     command = ["bash", str(SCRIPT), str(out), *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.mark.slow

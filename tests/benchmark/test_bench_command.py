@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return completed("decant.command", "bench", *arguments, timeout=200)
+    return completed("decant.command", "bench", *arguments, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
     """The logs of 250 requests fill a pipe twice. A prefill worker, as by default, would be one more start of torch."""
     workers = ("--prefill", "0", "--decode", "1")
     options = ("--up", *workers, "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "250")
-    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     for text in ("250 completed, 0 failed", "TTFT", "100% of the requests meet"):
         assert text in done.stdout

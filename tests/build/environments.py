@@ -33,7 +33,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=240,
+        timeout=600,
     )
 
 

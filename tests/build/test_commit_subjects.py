@@ -14,7 +14,7 @@ def commit(repository: Path, subject: str, date: str) -> None:
 
 
 def check(repository: Path) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, str(CHECK), str(repository)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(CHECK), str(repository)], capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout
 
 

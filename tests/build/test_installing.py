@@ -69,6 +69,6 @@ def installed() -> dict[str, str]:
 def test_an_environment_that_has_the_locked_versions_is_left_as_it_is(installer: str) -> None:
     before = installed()
     command = [sys.executable, str(ROOT / "install.py"), "--with", installer]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert installed() == before

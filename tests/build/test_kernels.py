@@ -30,7 +30,7 @@ def test_tests_do_not_begin_with_another_build_than_they_are_asked_for() -> None
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "kernels" in done.stderr

@@ -21,7 +21,7 @@ from decant.runtime.grpc_options import ACCEPTED
 from decant.runtime.serving.health import HealthService, Readiness
 from tests.loop_thread import on_a_thread
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 Options = Sequence[tuple[str, Any]]
 Answering = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateStreamResponse]]

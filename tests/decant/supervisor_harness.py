@@ -24,7 +24,7 @@ from decant.command.up.peers import OF_PEERS, OF_SERVERS
 from decant.command.up.plan import Plan, Spec
 from tests.e2e.fork_server import Forked
 
-PATIENCE_S = 150.0
+PATIENCE_S = 600.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -229,7 +229,7 @@ from decant.command.up import peers
 with one_line_errors():
     peers.make(Path({str(tmp_path / "peers")!r}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert done.stderr.startswith("decant: cryptography: not installed")
     assert done.stderr.endswith("pip install 'decant-llm[router]'\n")

@@ -11,7 +11,7 @@ PROGRAM = Path(__file__).with_name("user_program.py")
 
 def mypy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file=", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tests.decant.supervisor_harness import Up, nothing_left, up
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 200.0
+PATIENCE_S = 600.0
 DECANT = [sys.executable, "-m", "decant.command"]
 UP = [*DECANT, "up", "--port", "0", "--kv-memory", "32M", "--dtype", "float32"]
 ROOT = Path(__file__).parents[2]

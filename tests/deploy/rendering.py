@@ -126,7 +126,7 @@ def combined(components: tuple[str, ...]) -> Manifests:
 
 
 def _kustomize(folder: Path) -> list[Object]:
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 

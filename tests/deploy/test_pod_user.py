@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 UNKNOWN_USER = 1_234_567
-SECONDS = 240.0
+SECONDS = 600.0
 LIMITS = f"""
 set -e
 mount --make-rprivate /

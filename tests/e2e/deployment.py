@@ -24,7 +24,7 @@ from tests.e2e.fork_server import Forked
 from tests.e2e.proxy import Proxy
 from tests.ports import kept
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """Deadline of whatever a busy machine does slowly."""
 
 SMALL_KV = ("--kv-bytes", str(32 << 20))

@@ -279,8 +279,8 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
     module = "tests.engine.little_memory"
     if os.environ.get("LD_PRELOAD"):  # a sanitizer maps terabytes
         command, plain = [sys.executable, "-m", module, kernels], {**os.environ, "LD_PRELOAD": ""}
-        done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=600, check=False)
     else:
-        done = fork_server.completed(module, kernels, timeout=300)
+        done = fork_server.completed(module, kernels, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["multiplying", "True", "drawing", "True", "attending", "True"]

@@ -32,7 +32,7 @@ def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: 
     made = tiny.config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, head_dim=64)
     folder = tiny.save(made, tmp_path, dtype=torch.bfloat16)
     weights = 2 * (folder / "model.safetensors").stat().st_size  # in float32
-    run = fork_server.completed("tests.engine.measure_load", str(folder), "float32", timeout=240)
+    run = fork_server.completed("tests.engine.measure_load", str(folder), "float32", timeout=600)
     measured = json.loads(run.stdout.splitlines()[-1])
     assert measured["peak"] < 1.6 * weights, run.stderr
     assert measured["end"] < 1.3 * weights
@@ -46,7 +46,7 @@ def test_a_quantized_checkpoint_takes_little_more_than_its_files(tmp_path: Path)
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": False}
     folder = quantized.save_random_gptq(tiny.config("llama", **sizes, **heads), tmp_path)
     stored = (folder / "model.safetensors").stat().st_size
-    run = fork_server.completed("tests.engine.measure_load", str(folder), "bfloat16", timeout=240)
+    run = fork_server.completed("tests.engine.measure_load", str(folder), "bfloat16", timeout=600)
     measured = json.loads(run.stdout.splitlines()[-1])
     fixed = 48 << 20  # what does not grow with the model
     assert measured["peak"] < 1.15 * stored + fixed, run.stderr

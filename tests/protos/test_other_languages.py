@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 def compile_in(folder: Path, *arguments: str) -> None:
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", *arguments, *PUBLIC]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -51,7 +51,7 @@ def test_other_languages_compile_from_our_folder_alone(folder: Path, tmp_path: P
     out = tmp_path / "out"
     out.mkdir()
     command = [protoc, f"-I{folder}", f"--{language}_out={out}", *PUBLIC]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert list(out.rglob("*.*"))
 

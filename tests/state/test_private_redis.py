@@ -21,7 +21,7 @@ from decant.state.private_redis import PrivateRedis
 from tests.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 10.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import redis as sync_redis
@@ -21,13 +22,18 @@ from tests.ports import reserved_port
 from tests.state.factories import KEY, make_request, make_store, router, worker_registration, write_request, written
 from tests.state.test_connections import error_server
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 SERVICE = "decant"
+PASSWORD = "secret"
+DOWN_AFTER_MS = 500
 
 
 @dataclass
 class Watched:
-    """A primary with a replica, and the sentinel that watches them."""
+    """A primary with a replica, and the sentinel that watches them.
+
+    The sentinel waits for half a minute, its default: a busy machine must not promote the replica too early.
+    """
 
     primary: PrivateRedis
     replica: PrivateRedis
@@ -36,7 +42,7 @@ class Watched:
     @property
     def url(self) -> str:
         """Its first sentinel does not exist."""
-        return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.sentinel_port}/{SERVICE}"
+        return f"redis+sentinel://:{quote(PASSWORD)}@127.0.0.1:1,127.0.0.1:{self.sentinel_port}/{SERVICE}"
 
 
 @pytest.fixture
@@ -44,7 +50,11 @@ def watched() -> Iterator[Watched]:
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(3)]
         primary, replica = (stack.enter_context(PrivateRedis(port=port)) for port in ports[:2])
-        with sync_redis.Redis.from_url(replica.url) as bare:
+        for one in (primary, replica):
+            with sync_redis.Redis.from_url(one.url) as bare:
+                bare.config_set("masterauth", PASSWORD)
+                bare.config_set("requirepass", PASSWORD)
+        with connect(replica) as bare:
             bare.replicaof("127.0.0.1", str(ports[0]))
             until(lambda: bare.info("replication")["master_link_status"] == "up")
         stack.enter_context(sentinel(ports[2], ports[0]))
@@ -59,7 +69,7 @@ def sentinel(port: int, primary_port: int) -> Iterator[None]:
         file = Path(folder) / "sentinel.conf"
         file.write_text(
             f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor {SERVICE} 127.0.0.1 {primary_port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 5000\n"
+            f"sentinel auth-pass {SERVICE} {PASSWORD}\nsentinel failover-timeout {SERVICE} 5000\n"
         )
         process = subprocess.Popen([find_redis_server(), str(file), "--sentinel"], stdout=subprocess.DEVNULL)
         try:
@@ -115,15 +125,17 @@ async def test_writes_go_on_at_the_promoted_replica_which_lacks_the_last_ones(wa
         ends = asyncio.Event()
         writing = asyncio.create_task(write_on(store, ends))
         with (
-            sync_redis.Redis.from_url(watched.replica.url) as replica,
-            sync_redis.Redis.from_url(watched.primary.url) as primary,
+            connect(watched.replica) as replica,
+            connect(watched.primary) as primary,
+            sync_redis.Redis(port=watched.sentinel_port) as sentinels,
         ):
             await asyncio.to_thread(until, lambda: replica.exists(f"decant:{{{KEY}}}:request"))
-            detach(primary)
+            detach(primary, replica)
             journal = f"decant:{{{KEY}}}:journal"
             await asyncio.to_thread(until, lambda: replica.strlen(journal) < primary.strlen(journal))
             written_before = primary.strlen(journal) // 4
             watched.primary.stop()
+            sentinels.sentinel_set(SERVICE, "down-after-milliseconds", DOWN_AFTER_MS)
             await asyncio.to_thread(until, lambda: replica.info("replication")["role"] == "master")
             await asyncio.to_thread(until, lambda: replica.strlen(journal) // 4 > written_before)
             ends.set()
@@ -133,9 +145,13 @@ async def test_writes_go_on_at_the_promoted_replica_which_lacks_the_last_ones(wa
             assert len((await store.workers.listing()).present) == 1
 
 
-def detach(primary: sync_redis.Redis) -> None:
-    """Let the replica stay behind: its connection is closed, and it does not know the new password."""
-    primary.config_set("requirepass", "unknown to the replica")
+def connect(server: PrivateRedis) -> sync_redis.Redis:
+    return sync_redis.Redis.from_url(server.url, password=PASSWORD)
+
+
+def detach(primary: sync_redis.Redis, replica: sync_redis.Redis) -> None:
+    """Let the replica stay behind: it has a wrong password when its connection is closed."""
+    replica.config_set("masterauth", "wrong")
     primary.client_kill_filter(_type="slave")
 
 

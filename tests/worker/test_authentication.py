@@ -24,7 +24,7 @@ from decant.runtime.settings_sources import load
 from decant.worker.main import Worker
 from tests.worker.fake_process import load as load_fake
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 INTERNAL = [method for service in wire.DESCRIPTOR.services_by_name.values() for method in service.methods]
 OTHERS = list(health_pb2.DESCRIPTOR.services_by_name["Health"].methods)
 

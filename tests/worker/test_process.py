@@ -28,7 +28,7 @@ from decant.state.store import Store, StoreSettings
 from tests.e2e.fork_server import Forked
 from tests.ports import reserved_port
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 FAKE = ("tests.worker.fake_process", "decode")
 MODEL = ("--model", str(models.path()))

@@ -55,7 +55,7 @@ def compiled() -> dict[str, dict[str, dict[str, Any]]]:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     capabilities = [capability for capability in SHARED_BYTES if capability not in COMPILED_AS]
     kernels = json.dumps({capability: shapes((int(capability[0]), int(capability[1]))) for capability in capabilities})
-    done = subprocess.run(command, env=environment, input=kernels, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, input=kernels, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     facts: dict[str, dict[str, dict[str, Any]]] = json.loads(done.stdout)
     return {capability: facts[COMPILED_AS.get(capability, capability)] for capability in SHARED_BYTES}

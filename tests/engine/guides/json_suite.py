@@ -26,7 +26,7 @@ def schemas(folder: Path) -> dict[str, Any]:
     """Distinct schemas by file and description; ``folder`` keeps the download. Raises NoPackageIndex."""
     if not list(folder.glob("*.tar.gz")):
         command = [sys.executable, "-m", "pip", "download", "jsonschema==4.26.0", "--no-deps", "--no-binary", ":all:"]
-        done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, timeout=600)
         if not list(folder.glob("*.tar.gz")):
             raise NoPackageIndex(f"the package index can't be reached: {done.stderr[-200:]}")
     (archive,) = folder.glob("*.tar.gz")
