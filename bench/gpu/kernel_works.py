@@ -53,7 +53,7 @@ class Shape:
         return self.heads * self.width
 
 
-TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (3, 40)), 70, (1, 3), (1, 3), 1 << 16, 32, 1)
+TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (2, 20)), 20, (1, 2), (1, 2), 1 << 16, 32, 1)
 
 
 class Work(NamedTuple):
