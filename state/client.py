@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from decant.state.connections import FORMER_PRIMARY, ConnectionAges, ConnectionPool, error_code
 from decant.state.errors import StateError, StoreFault, StoreUnavailable
 from decant.state.scripts import Argument, Command
-from decant.state.urls import CLUSTER_REFUSAL, split_key_prefix
+from decant.state.urls import is_of_cluster, split_key_prefix
 
 # bytes, an integer, None, or a list of these; see each script
 Reply: TypeAlias = Any
@@ -21,6 +21,9 @@ _UNAVAILABLE = (exceptions.ConnectionError, exceptions.TimeoutError)
 _UNAVAILABLE_CODES = FORMER_PRIMARY | {"BUSY", "MISCONF", "NOREPLICAS", "NOSCRIPT", "OOM", "TRYAGAIN"}
 """Error codes of a server that can't write now, or lost its scripts twice."""
 _CLUSTER_CODES = frozenset({"MOVED", "ASK", "CROSSSLOT"})
+"""Error codes of a node of a Cluster that has not all keys of a command."""
+_SLOT_MOVES = frozenset({"MOVED", "ASK"})
+"""Those that pass: another node has the slot now, or is about to."""
 _REFUSED = (
     exceptions.AuthenticationError,
     exceptions.AuthorizationError,
@@ -38,7 +41,8 @@ class Client:
         url, self._prefix = split_key_prefix(url)
         self._deadline_s = deadline_s
         self._ages = ages or ConnectionAges()
-        self._pool = ConnectionPool.of_url(url, max_connections, self._ages)
+        self._is_of_cluster = is_of_cluster(url)
+        self._pool = ConnectionPool.of_url(url, self._prefix, max_connections, self._ages)
         self._redis = Redis.from_pool(self._pool)
 
     async def execute(self, *args: Argument) -> Reply:
@@ -91,8 +95,11 @@ class Client:
         code = error_code(error)
         if code in FORMER_PRIMARY:
             self._ages.replace_all()
-        if code in _CLUSTER_CODES:
-            return StoreFault(f"{CLUSTER_REFUSAL}: {error}")
+        if code in _CLUSTER_CODES and not self._is_of_cluster:
+            return StoreFault(f"a node of a Redis Cluster needs a redis+cluster:// URL: {error}")
+        if code in _SLOT_MOVES:
+            self._ages.replace_all()
+            return StoreUnavailable(str(error))
         if _is_permanent(error, code):
             return StoreFault(str(error))
         if isinstance(error, TimeoutError):

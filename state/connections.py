@@ -18,8 +18,10 @@ from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from decant.state.sentinel import PrimaryAddress, connection_options
-from decant.state.urls import is_of_sentinels, parse_sentinel_url
+from decant.state.cluster import SlotPrimary
+from decant.state.primary import PrimaryAddress, connection_options
+from decant.state.sentinel import SentinelPrimary
+from decant.state.urls import is_of_cluster, is_of_sentinels, parse_cluster_url, parse_sentinel_url
 
 MAX_AGE_S = 30.0
 """An older connection is replaced before its next use: its server may have been replaced without an error."""
@@ -68,12 +70,16 @@ class ConnectionPool(BlockingConnectionPool):
     primary: PrimaryAddress | None
 
     @classmethod
-    def of_url(cls, url: str, max_connections: int, ages: ConnectionAges) -> ConnectionPool:
-        primary = None
+    def of_url(cls, url: str, key_prefix: str, max_connections: int, ages: ConnectionAges) -> ConnectionPool:
+        primary: PrimaryAddress | None = None
         if is_of_sentinels(url):
             sentinels = parse_sentinel_url(url)
-            primary = PrimaryAddress(sentinels, ages.replace_all)
-            options = connection_options(sentinels, primary)
+            primary = SentinelPrimary(sentinels, ages.replace_all)
+            options = connection_options(sentinels.connection, primary)
+        elif is_of_cluster(url):
+            nodes = parse_cluster_url(url)
+            primary = SlotPrimary(nodes, key_prefix, ages.replace_all)
+            options = connection_options(nodes.connection, primary)
         else:
             options = dict(parse_url(url))
         pool = cls(

@@ -20,7 +20,7 @@ class MemberSettings(LogSettings, ServerSettings, PeerTls):
     )
     redis_url: str = Field(
         default="redis://127.0.0.1:6379",
-        description="Redis of the deployment: redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://",
+        description="Redis of the deployment: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://",
     )
     advertise: str | None = Field(
         default=None, description="host:port at which others reach this process; unset: host and port"

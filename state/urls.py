@@ -1,13 +1,15 @@
-"""URLs of Redis: one address, or the sentinels that know the primary's.
+"""URLs of Redis: one address, the sentinels that know the primary's, or nodes of a Cluster.
 
 redis://[[user]:password@]host[:6379][/db]        unix:///path
 redis+sentinel://[[user]:password@]host[:26379][,host[:port]...]/service[/db][?sentinel_password=...]
+redis+cluster://[[user]:password@]host[:6379][,host[:port]...]
 
-rediss:// and rediss+sentinel:// are the same with TLS, to the sentinels too. Options such as ?ssl_ca_certs=/path are
-those of redis-py. User and password are those of Redis; sentinels have none, or `sentinel_username` and
-`sentinel_password`.
+rediss://, rediss+sentinel:// and rediss+cluster:// are the same with TLS, to the sentinels too. Options such as
+?ssl_ca_certs=/path are those of redis-py. User and password are those of Redis; sentinels have none, or
+`sentinel_username` and `sentinel_password`.
 
-All of them take ?key_prefix=TEXT, which comes before the name of each key.
+All of them take ?key_prefix=TEXT, which comes before the name of each key. In a Cluster it is in braces, and {decant}
+unless set: this hash tag decides the one slot of all keys.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from redis.asyncio.connection import parse_url
 
 SENTINEL_PORT = 26379
+REDIS_PORT = 6379
 SENTINEL = "+sentinel"
-SCHEMES = ("redis://", "rediss://", "unix://", f"redis{SENTINEL}://", f"rediss{SENTINEL}://")
-CLUSTER_REFUSAL = "a Redis that is no Cluster, among whose nodes Decant does not divide its commands"
+CLUSTER = "+cluster"
+SCHEMES = (
+    *("redis://", "rediss://", "unix://"),
+    *(f"redis{tls}{kind}://" for kind in (SENTINEL, CLUSTER) for tls in ("", "s")),
+)
+DEFAULT_HASH_TAG = "decant"
 
 _PREFIX_OPTION = "key_prefix"
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
@@ -49,16 +56,25 @@ class SentinelUrl:
     sentinel: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterUrl:
+    """What a URL of a Cluster says: some of its nodes, and redis-py's options of connections."""
+
+    addresses: tuple[tuple[str, int], ...]
+    connection: Mapping[str, Any]
+
+
 def check_url(url: str) -> None:
     """Check the form of a URL. Raises BadUrl."""
     scheme = url.partition("://")[0]
-    if "cluster" in scheme:
-        raise BadUrl(CLUSTER_REFUSAL, scheme)
     if not url.startswith(SCHEMES):
         raise BadUrl(f"begins with one of {', '.join(SCHEMES)}", scheme)
     url, _ = split_key_prefix(url)
     if is_of_sentinels(url):
         parse_sentinel_url(url)
+        return
+    if is_of_cluster(url):
+        parse_cluster_url(url)
         return
     try:
         urlsplit(url).port  # noqa: B018 - raises
@@ -67,7 +83,12 @@ def check_url(url: str) -> None:
 
 
 def split_key_prefix(url: str) -> tuple[str, str]:
-    """Return the URL without its `key_prefix`, and that; "" if it has none. Raises BadUrl."""
+    """Return the URL without its `key_prefix`, and what comes before each key, such as "". Raises BadUrl."""
+    rest, prefix = _split_prefix_option(url)
+    return rest, f"{{{prefix or DEFAULT_HASH_TAG}}}" if is_of_cluster(url) else prefix
+
+
+def _split_prefix_option(url: str) -> tuple[str, str]:
     base, mark, query = url.partition("?")
     options = parse_qsl(query, keep_blank_values=True)
     found = [value for name, value in options if name == _PREFIX_OPTION]
@@ -83,22 +104,31 @@ def is_of_sentinels(url: str) -> bool:
     return url.partition("://")[0].endswith(SENTINEL)
 
 
+def is_of_cluster(url: str) -> bool:
+    return url.partition("://")[0].endswith(CLUSTER)
+
+
+def parse_cluster_url(url: str) -> ClusterUrl:
+    """Raises BadUrl."""
+    parts = urlsplit(url)
+    if parts.path.strip("/"):
+        raise BadUrl("no path: a Cluster has one database", f"a path {parts.path!r}")
+    addresses, options = _parse_hosts(url, CLUSTER, "", REDIS_PORT)
+    if "db" in options:
+        raise BadUrl("no option db: a Cluster has one database", "db")
+    options["ssl"] = options.pop("connection_class", None) is not None
+    return ClusterUrl(addresses, options)
+
+
 def parse_sentinel_url(url: str) -> SentinelUrl:
     """Raises BadUrl."""
     parts = urlsplit(url)
-    credentials, at, hosts = parts.netloc.rpartition("@")
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise BadUrl("a path with the service that the sentinels watch, such as /mymaster", f"a path {parts.path!r}")
     if db and not db.isdecimal():
         raise BadUrl("/service/db with the number of a database", f"/{service}/{db}")
-    addresses = tuple(map(_address, hosts.split(",")))
-    scheme = parts.scheme.removesuffix(SENTINEL)
-    try:
-        options: dict[str, Any] = dict(parse_url(f"{scheme}://{credentials}{at}sentinel/{db}?{parts.query}"))
-    except ValueError as error:
-        raise BadUrl("options of redis-py", str(error)) from None
-    del options["host"]
+    addresses, options = _parse_hosts(url, SENTINEL, db, SENTINEL_PORT)
     own = {name.removeprefix("sentinel_"): options.pop(name) for name in [*options] if name.startswith("sentinel_")}
     if unknown := own.keys() - {"username", "password"}:
         raise BadUrl("sentinel_username and sentinel_password as options of sentinels", f"sentinel_{min(unknown)}")
@@ -107,12 +137,26 @@ def parse_sentinel_url(url: str) -> SentinelUrl:
     return SentinelUrl(addresses, service, {**options, "ssl": has_tls}, {**own, **tls, "ssl": has_tls})
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_hosts(url: str, kind: str, db: str, port: int) -> tuple[tuple[tuple[str, int], ...], dict[str, Any]]:
+    """Addresses, with ``port`` for those without one, and redis-py's options of a URL with several hosts."""
+    parts = urlsplit(url)
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    addresses = tuple(_address(host, port) for host in hosts.split(","))
+    try:
+        scheme = parts.scheme.removesuffix(kind)
+        options: dict[str, Any] = dict(parse_url(f"{scheme}://{credentials}{at}host/{db}?{parts.query}"))
+    except ValueError as error:
+        raise BadUrl("options of redis-py", str(error)) from None
+    del options["host"]
+    return addresses, options
+
+
+def _address(text: str, default_port: int) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         raise BadUrl(_PORT_LIMIT, "another port") from None
     if not host:
-        raise BadUrl("host[:port] of each sentinel, separated by commas", "an empty host")
-    return host, SENTINEL_PORT if port is None else port
+        raise BadUrl("host[:port] of each server, separated by commas", "an empty host")
+    return host, default_port if port is None else port

@@ -51,7 +51,7 @@ class Deployment:
         self._redis = redis
 
     def cpu(self) -> dict[str, float]:
-        return {name: _cpu_seconds(process) for name, process in self._processes.items()}
+        return {name: cpu_seconds(process) for name, process in self._processes.items()}
 
     async def scripts(self) -> tuple[int, float]:
         """Number of scripts that Redis has run, one per write of a router, and its time in seconds then."""
@@ -65,7 +65,7 @@ class Deployment:
         return {one["id"].partition("/")[2]: one["engine_ms"] for one in times}
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     """CPU seconds; on Linux by the process's clock, as those of /proc have ticks of 10 ms."""
     if sys.platform != "linux":
         times = process.cpu_times()

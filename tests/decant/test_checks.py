@@ -21,6 +21,7 @@ from decant.command.up.command import check
 from decant.command.up.options import UpOptions
 from decant.models import path
 from decant.state.private_redis import PrivateRedis
+from decant.state.urls import SCHEMES
 from tests import gguf_files
 from tests.runtime.certificates import Certificates
 
@@ -241,8 +242,7 @@ def test_a_host_that_is_not_this_machine_is_refused() -> None:
 
 def test_a_redis_that_does_not_answer_is_refused() -> None:
     assert refusal(redis_url="redis://127.0.0.1:1").startswith("--redis-url: ")
-    schemes = "redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel://"
-    assert refusal(redis_url="foo") == f"--redis-url: begins with one of {schemes}, got foo"
+    assert refusal(redis_url="foo") == f"--redis-url: begins with one of {', '.join(SCHEMES)}, got foo"
     for port in ("port", "65536"):
         url = f"redis://127.0.0.1:{port}"
         assert refusal(redis_url=url) == "--redis-url: host:port with a port from 0 to 65535, got another port"

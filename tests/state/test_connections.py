@@ -68,6 +68,7 @@ class ErrorServer:
 
     def __init__(self) -> None:
         self.error = ""
+        self.slots = 0  # port of the node that has all slots; 0: it is no node of a Cluster
         self.num_opened = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,6 +78,9 @@ class ErrorServer:
             for _ in range(int(line[1:])):
                 await reader.readline()
                 words.append((await reader.readline()).strip())
+            if words[0] == b"CLUSTER" and self.slots:
+                writer.write(f"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:{self.slots}\r\n".encode())
+                continue
             is_start = words[0] == b"CLIENT" or not self.error
             writer.write(b"+OK\r\n" if is_start else f"-{self.error}\r\n".encode())
         writer.close()

@@ -13,7 +13,6 @@ from decant.state.errors import StoreFault
 from decant.state.private_redis import PrivateRedis
 from decant.state.scripts import Command, Script
 from decant.state.store import Store
-from tests.ports import reserved_port
 from tests.state.every_operation import walk
 from tests.state.factories import DECODING, NOW, everything, make_request, make_store, write_request, written
 
@@ -108,22 +107,6 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
     values = [str(request.owner), 1, 1, request.state, 0, request.packed(0), record, 86_400_000, 3_600_000]
     assert list(write.args[2:]) == names + values
     assert not bare.exists(keys.logprobs(request.key))
-
-
-@pytest.mark.slow
-async def test_a_cluster_takes_every_operation() -> None:
-    options = ("--cluster-enabled", "yes")
-    with reserved_port() as port, PrivateRedis(port=port, options=options) as server:
-        bare: Any = sync_redis.Redis.from_url(server.url, protocol=2)
-        bare.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
-        async with make_store(server.url) as store:
-            while b"cluster_state:ok" not in await store._client.execute("CLUSTER", "INFO"):
-                pass
-            for step in await walk(store):
-                await step.run()
-            with pytest.raises(StoreFault, match="same slot"):
-                await store._client.run(scripts.REQUEST_READ.call(["decant:{a}:request", "decant:{b}:journal"], 0))
-        bare.close()
 
 
 RULES = "resetkeys ~decant:* resetchannels -@all +@read +@write +@scripting +@connection +info +time"

@@ -14,13 +14,12 @@ import pytest
 import redis as sync_redis
 
 from decant.state.client import Client
-from decant.state.errors import StoreFault, StoreUnavailable
+from decant.state.errors import StoreUnavailable
 from decant.state.private_redis import PrivateRedis, find_redis_server
 from decant.state.store import Store
 from decant.state.urls import BadUrl, check_url, parse_sentinel_url, split_key_prefix
 from tests.ports import reserved_port
 from tests.state.factories import KEY, make_request, make_store, router, worker_registration, write_request, written
-from tests.state.test_connections import error_server
 
 PATIENCE_S = 300.0
 SERVICE = "decant"
@@ -184,10 +183,13 @@ def test_a_url_names_sentinels_service_database_and_credentials() -> None:
         ("redis+sentinel://one", "a path with the service that the sentinels watch"),
         ("redis+sentinel://one/main/x", "with the number of a database, got /main/x"),
         ("redis+sentinel://:secret@one:x/main", "host:port with a port from 0 to 65535, got another port"),
-        ("redis+sentinel://one,,two/main", "host\\[:port\\] of each sentinel"),
+        ("redis+sentinel://one,,two/main", "host\\[:port\\] of each server"),
         ("redis+sentinel://one/main?sentinel_db=1", "sentinel_username and sentinel_password"),
         ("redis+sentinel://one/main?socket_timeout=x", "options of redis-py"),
-        ("redis+cluster://one", "no Cluster.*got redis\\+cluster"),
+        ("redis+cluster://one/1", "a Cluster has one database, got a path '/1'"),
+        ("redis+cluster://one?db=1", "a Cluster has one database"),
+        ("redis+cluster://one,:5000", "host\\[:port\\] of each server"),
+        ("redis+cluster://one?key_prefix={x}", "one key_prefix, of 1 to 64 letters"),
         ("redis://one?key_prefix={x}", "one key_prefix, of 1 to 64 letters"),
         ("redis://one?key_prefix=", "one key_prefix, of 1 to 64 letters"),
         ("redis://one?key_prefix=a&key_prefix=b", "one key_prefix"),
@@ -198,13 +200,3 @@ def test_an_unusable_url_is_refused_by_the_part_that_is_wrong(url: str, message:
     with pytest.raises(BadUrl, match=message) as caught:
         check_url(url)
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("error", ["MOVED 1234 127.0.0.1:7001", "CROSSSLOT Keys don't hash to one slot"])
-async def test_a_node_of_a_cluster_is_refused_by_name(error: str) -> None:
-    async with error_server() as (server, url):
-        server.error = error
-        client = Client(url, 10.0, 4)
-        with pytest.raises(StoreFault, match="no Cluster"):
-            await client.execute("GET", "key")
-        await client.close()

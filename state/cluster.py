@@ -1,0 +1,88 @@
+"""The primary of one slot of a Redis Cluster: all keys of a deployment are in that slot, by the hash tag of their prefix.
+
+A command is one node's, as with a single Redis: scripts and pipelines keep their order, and a lost node loses all or
+nothing. The node's replicas take over, and deployments with other prefixes use other nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+
+from decant.state.primary import DISCOVERY_SECONDS, Address, PrimaryAddress
+from decant.state.urls import ClusterUrl
+
+
+_REFUSALS = (exceptions.ResponseError, exceptions.AuthenticationError)
+
+
+class SlotRange(NamedTuple):
+    first: int
+    last: int
+    nodes: list[Address]  # the primary, then its replicas
+
+
+class SlotPrimary(PrimaryAddress):
+    def __init__(self, url: ClusterUrl, key_prefix: str, on_change: Callable[[], None]) -> None:
+        super().__init__(on_change)
+        self._slot = key_slot(key_prefix.encode())
+        self._seeds = url.addresses
+        self._nodes: set[Address] = set()  # as a node named them last
+        limits = {"socket_timeout": None, "socket_connect_timeout": None}  # the command has a deadline
+        self._options = {**url.connection, **limits, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+
+    async def discover(self) -> Address:
+        """Ask the nodes in random order, as one that is cut off from the others may name an earlier primary.
+
+        A node that has not answered after DISCOVERY_SECONDS is not given up, but the next is asked too.
+        """
+        addresses = list({*self._seeds, *self._nodes})
+        random.shuffle(addresses)
+        failures: list[BaseException] = []
+        asked: set[asyncio.Task[list[SlotRange]]] = set()
+        try:
+            while addresses or asked:
+                if addresses:
+                    asked.add(asyncio.create_task(self._slots(addresses.pop())))
+                limit_s = DISCOVERY_SECONDS if addresses else None
+                done, asked = await asyncio.wait(asked, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                for answer in done:
+                    if (failure := answer.exception()) is not None:
+                        failures.append(failure)
+                    elif (primary := self._primary(answer.result())) is not None:
+                        return primary
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise _worst(failures) or exceptions.ConnectionError(f"no node of the cluster has slot {self._slot}")
+
+    def _primary(self, ranges: Sequence[SlotRange]) -> Address | None:
+        self._nodes = {node for each in ranges for node in each.nodes}
+        return next((each.nodes[0] for each in ranges if each.first <= self._slot <= each.last), None)
+
+    async def _slots(self, address: Address) -> list[SlotRange]:
+        """Raises redis.RedisError, OSError."""
+        node = Redis(host=address[0], port=address[1], **self._options)
+        try:
+            ranges: list[Any] = await node.execute_command("CLUSTER", "SLOTS")
+        finally:
+            await node.aclose()
+        return [
+            # a node that does not know its own host leaves it empty
+            SlotRange(first, last, [((host or b"").decode() or address[0], port) for host, port, *_ in nodes])
+            for first, last, *nodes in ranges
+        ]
+
+
+def _worst(failures: Iterable[BaseException]) -> BaseException | None:
+    """Choose a refusal, such as a wrong password, before a node that can't be reached."""
+    return max(failures, key=lambda failure: isinstance(failure, _REFUSALS), default=None)
