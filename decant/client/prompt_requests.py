@@ -19,6 +19,7 @@ class ScoreOptions(TypedDict, total=False):
     """Options of `score`; the fields of `ScoreRequest` describe them."""
 
     model: str
+    lora_name: str
     logprobs: int
     cache_salt: str
     priority: int
@@ -29,6 +30,7 @@ class EmbedOptions(TypedDict, total=False):
     """Options of `embed`; the fields of `EmbedRequest` describe them. ``pooling``: "last" or "mean"."""
 
     model: str
+    lora_name: str
     pooling: str
     dimensions: int | None
     normalize: bool | None

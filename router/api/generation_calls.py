@@ -10,6 +10,7 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.router.admission.request_size import RequestSize, least_size
+from decant.router.api.adapter_names import AdapterNames
 from decant.router.api.auth import AuthenticatedCall
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RequestMeter, meter_of
@@ -23,7 +24,7 @@ from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of,
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
 from decant.runtime.connections.channel import Deadline
-from decant.runtime.errors import NotFound, ServiceError
+from decant.runtime.errors import ServiceError
 from decant.runtime.serving.interceptor import ClientDisconnected
 from decant.runtime.telemetry import tracing
 from decant.runtime.telemetry.metrics import RequestMetrics
@@ -53,6 +54,7 @@ class GenerationCalls:
     ) -> None:
         self._models = models
         self._registry = registry
+        self._adapters = AdapterNames(registry)
         self.unread_s = unread_s
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
@@ -71,7 +73,7 @@ class GenerationCalls:
             size = self._least_size(request, served)
             if size.prompt_tokens < self.context_length(served):  # a longer one is refused by its field below
                 await self._registry.check_load(key, model, size, request.priority, deadline)
-            adapter = self._adapter_of(request.lora_name, model)
+            adapter = self._adapters.digest(request.lora_name, model)
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
             valid.engine_request.traceparent, valid.engine_request.adapter = span.traceparent, adapter
@@ -103,25 +105,13 @@ class GenerationCalls:
 
     def _with_adapter_of_model(self, request: pb.GenerateRequest, models: Models) -> pb.GenerateRequest:
         """Name the base and the adapter of a request whose model is an adapter's name."""
-        name = request.model
-        if not name or request.lora_name or models.knows(name):
-            return request
-        base = next((id for id in models.by_id if name in self._registry.adapters(id)), None)
-        if base is None:
+        names = self._adapters.base_and_adapter(request.model, request.lora_name, models)
+        if names == (request.model, request.lora_name):
             return request
         named = pb.GenerateRequest()
         named.CopyFrom(request)
-        named.model, named.lora_name = base, name
+        named.model, named.lora_name = names
         return named
-
-    def _adapter_of(self, name: str, model: str) -> str:
-        """Return the digest of the adapter with that name, empty for none. Raises NotFound."""
-        if not name:
-            return ""
-        adapters = self._registry.adapters(model)
-        if name not in adapters:
-            raise NotFound("adapter", name, adapters)
-        return adapters[name].digest
 
     def _least_size(self, request: pb.GenerateRequest, model: ServedModel) -> RequestSize:
         return least_size(request, least_prompt_tokens(request, model), self.context_length(model))

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.request_size import RequestSize
+from decant.router.api.adapter_names import AdapterNames
 from decant.router.api.auth import AuthenticatedCall
 from decant.router.api.prompt_requests import (
+    EngineTarget,
     check_embed,
     check_score,
     embed_prompts,
@@ -58,6 +60,7 @@ class PromptCalls:
 
     def __init__(self, registry: RequestRegistry, runner: PromptRunner, metrics: RequestMetrics) -> None:
         self._registry = registry
+        self._adapters = AdapterNames(registry)
         self._runner = runner
         self._metrics = metrics
 
@@ -65,17 +68,20 @@ class PromptCalls:
         """Raises what `PromptRunner.run` does, NotFound and PermissionDenied."""
         check_size(request)
         check_known(request)
-        model = call.tenant.models.find(request.model)
+        model, lora_name = self._model(request, call)
         async with self._counted("Score", model, call) as meter:
             check_score(request)
             texts = [request.prompt, *(item.text for item in request.continuations)]
             ids = [request.token_ids.ids, *(item.token_ids.ids for item in request.continuations)]
             length = await self._begin(model, call, texts, ids, request.priority)
+            adapter = self._adapters.digest(lora_name, model.id)
             deadline, tenant = Deadline.of(call.context), call.tenant.name
             prompt, wholes = await score_prompts(request, model, length, deadline)
             tokens = len(prompt) + sum(len(whole) - len(prompt) for whole in wholes)
-            requests = score_requests(request, model, tenant, prompt, wholes)
-            batch = PromptBatch(tenant, requests, tokens, request.priority, deadline, shares_first=True)
+            requests = score_requests(request, EngineTarget(model, adapter, tenant), prompt, wholes)
+            batch = PromptBatch(
+                tenant, requests, tokens, request.priority, deadline, shares_first=True, adapter_name=lora_name
+            )
             computed = await self._run(batch, meter, call, span)
             meter.cached_tokens = min(computed[0].cached_tokens, len(prompt))
             scores = [
@@ -87,16 +93,18 @@ class PromptCalls:
         """Raises what `PromptRunner.run` does, NotFound and PermissionDenied."""
         check_size(request)
         check_known(request)
-        model = call.tenant.models.find(request.model)
+        model, lora_name = self._model(request, call)
         async with self._counted("Embed", model, call) as meter:
             check_embed(request)
             texts = [item.text for item in request.inputs]
             ids = [item.token_ids.ids for item in request.inputs]
             length = await self._begin(model, call, texts, ids, request.priority)
+            adapter = self._adapters.digest(lora_name, model.id)
             deadline, tenant = Deadline.of(call.context), call.tenant.name
             prompts = await embed_prompts(request, model, length, deadline)
-            requests = embed_requests(request, model, tenant, prompts)
-            batch = PromptBatch(tenant, requests, sum(map(len, prompts)), request.priority, deadline)
+            requests = embed_requests(request, EngineTarget(model, adapter, tenant), prompts)
+            tokens = sum(map(len, prompts))
+            batch = PromptBatch(tenant, requests, tokens, request.priority, deadline, adapter_name=lora_name)
             computed = await self._run(batch, meter, call, span)
             meter.cached_tokens = sum(each.cached_tokens for each in computed)
             embeddings = [
@@ -104,6 +112,12 @@ class PromptCalls:
                 for prompt, each in zip(prompts, computed, strict=True)
             ]
             return pb.EmbedResponse(model=model.id, embeddings=embeddings, usage=_usage(meter))
+
+    def _model(self, request: pb.ScoreRequest | pb.EmbedRequest, call: AuthenticatedCall) -> tuple[ServedModel, str]:
+        """Return the model and the name of its adapter, which is empty for none. Raises NotFound, PermissionDenied."""
+        models = call.tenant.models
+        name, adapter = self._adapters.base_and_adapter(request.model, request.lora_name, models)
+        return models.find(name), adapter
 
     async def _begin(
         self,

@@ -132,18 +132,27 @@ async def embed_prompts(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTarget:
+    """What computes a call's prompts, and for which tenant. ``adapter``: its digest, empty for none."""
+
+    model: ServedModel
+    adapter: str
+    tenant: str
+
+
 def score_requests(
-    request: pb.ScoreRequest, model: ServedModel, tenant: str, prompt: Sequence[int], wholes: Sequence[Sequence[int]]
+    request: pb.ScoreRequest, target: EngineTarget, prompt: Sequence[int], wholes: Sequence[Sequence[int]]
 ) -> list[wire.EngineRequest]:
-    base = _engine_request(model, tenant, request.cache_salt, request.priority)
+    base = _engine_request(target, request.cache_salt, request.priority)
     base.prompt_logprobs, base.prompt_logprobs_from = request.logprobs, len(prompt)
     return [_with_prompt(base, whole) for whole in wholes]
 
 
 def embed_requests(
-    request: pb.EmbedRequest, model: ServedModel, tenant: str, prompts: Sequence[Sequence[int]]
+    request: pb.EmbedRequest, target: EngineTarget, prompts: Sequence[Sequence[int]]
 ) -> list[wire.EngineRequest]:
-    base = _engine_request(model, tenant, request.cache_salt, request.priority)
+    base = _engine_request(target, request.cache_salt, request.priority)
     base.embedding.pooling = _POOLINGS[request.pooling]
     base.embedding.normalize = request.normalize if request.HasField("normalize") else True
     if request.HasField("dimensions"):
@@ -151,14 +160,15 @@ def embed_requests(
     return [_with_prompt(base, prompt) for prompt in prompts]
 
 
-def _engine_request(model: ServedModel, tenant: str, cache_salt: str, priority: int) -> wire.EngineRequest:
+def _engine_request(target: EngineTarget, cache_salt: str, priority: int) -> wire.EngineRequest:
     return wire.EngineRequest(
-        model=model.id,
+        model=target.model.id,
+        adapter=target.adapter,
         outputs=[wire.OutputPrefix()],
         sampling=wire.Sampling(top_p=1.0, repetition_penalty=1.0),
         stopping=wire.Stopping(max_tokens=1),
         priority=priority,
-        salt=salt_of(tenant, cache_salt),
+        salt=salt_of(target.tenant, cache_salt),
     )
 
 

@@ -211,7 +211,7 @@ class ResponseWriter:
             return []
         first, *others = unpack(request.engine_request.prompt)
         exact = table.bytes_of(first)
-        begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), token_bytes=exact)
+        begin = pb.TokenLogprob(token_id=first, token=exact.decode(errors="replace"), raw_bytes=exact)
         return [begin, *(token_logprob(table, token, logprobs) for token, logprobs in zip(others, known, strict=False))]
 
 
@@ -223,9 +223,9 @@ def token_logprob(table: TokenTable, token: int, logprobs: wire.TokenLogprobs) -
         logprob=logprobs.logprob,
         rank=logprobs.rank,
         top=[
-            pb.TopLogprob(token_id=id, token=bytes_.decode(errors="replace"), logprob=logprob, token_bytes=bytes_)
+            pb.TopLogprob(token_id=id, token=bytes_.decode(errors="replace"), logprob=logprob, raw_bytes=bytes_)
             for id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
             for bytes_ in (table.bytes_of(id),)
         ],
-        token_bytes=exact,
+        raw_bytes=exact,
     )

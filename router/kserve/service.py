@@ -9,11 +9,13 @@ from typing import Any
 from decant.protos import inference_pb2 as pb
 from decant.protos.kserve import grpc_service_pb2 as kserve
 from decant.protos.kserve import grpc_service_pb2_grpc
+from decant.router.api.adapter_names import AdapterNames
 from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
 from decant.router.api.generation_calls import GenerationCalls, call_span
 from decant.router.execution.registry import RequestRegistry
 from decant.router.kserve.requests import EMPTY_FINAL, check_version, generate_request, kserve_field_names
 from decant.router.kserve.tensors import DATATYPES, STREAMING, TEXT_OUTPUT, text_response
+from decant.router.text.served_model import ServedModel
 from decant.runtime.background import task_group
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, Aborted, InvalidArgument, ServiceError, Unavailable
@@ -25,6 +27,7 @@ AT_ONCE = 64
 
 _SERVICE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _Tensor = kserve.ModelMetadataResponse.TensorMetadata
+_NamedModel = kserve.ModelReadyRequest | kserve.ModelMetadataRequest
 
 
 class KServeService:
@@ -41,6 +44,7 @@ class KServeService:
         self.authenticator = authenticator
         self._calls = calls
         self._registry = registry
+        self._adapters = AdapterNames(registry)
         self._version = version
         self._is_ready = is_ready
 
@@ -64,9 +68,8 @@ class KServeService:
     async def ModelReady(  # noqa: N802
         self, request: kserve.ModelReadyRequest, call: AuthenticatedCall
     ) -> kserve.ModelReadyResponse:
-        """Whether a worker serves the model."""
-        check_version(request.name, request.version)
-        model = call.tenant.models.find(request.name)
+        """Whether a worker serves the model, or a base with the adapter of that name."""
+        model = self._model(request, call)
         is_served = self._registry.max_context_length(model.id) is not None
         return kserve.ModelReadyResponse(ready=is_served and self._is_ready())
 
@@ -74,13 +77,17 @@ class KServeService:
     async def ModelMetadata(  # noqa: N802
         self, request: kserve.ModelMetadataRequest, call: AuthenticatedCall
     ) -> kserve.ModelMetadataResponse:
-        check_version(request.name, request.version)
-        model = call.tenant.models.find(request.name)
+        model = self._model(request, call)
         inputs = [_Tensor(name=name, datatype=kind, shape=[1]) for name, kind in DATATYPES.items() if name != STREAMING]
         outputs = [_Tensor(name=TEXT_OUTPUT, datatype="BYTES", shape=[-1])]
         return kserve.ModelMetadataResponse(
-            name=model.id, versions=["1"], platform="decant", inputs=inputs, outputs=outputs
+            name=request.name or model.id, versions=["1"], platform="decant", inputs=inputs, outputs=outputs
         )
+
+    def _model(self, request: _NamedModel, call: AuthenticatedCall) -> ServedModel:
+        check_version(request.name, request.version)
+        base, _ = self._adapters.base_and_adapter(request.name, "", call.tenant.models)
+        return call.tenant.models.find(base)
 
     @authenticated
     async def ModelInfer(  # noqa: N802

@@ -39,7 +39,8 @@ _log = logs.get(__name__)
 class PromptBatch:
     """A valid call: the requests for its prompts, and what it counts in quota and admission.
 
-    ``shares_first``: the other prompts begin as the first does, so they follow it to its worker.
+    ``shares_first``: the other prompts begin as the first does, so they follow it to its worker. ``adapter_name``: that
+    of the adapter of all of them, empty for none.
     """
 
     tenant: str
@@ -48,6 +49,7 @@ class PromptBatch:
     priority: int
     deadline: Deadline
     shares_first: bool = False
+    adapter_name: str = ""
 
     @property
     def model(self) -> str:
@@ -74,7 +76,8 @@ class PromptRunner:
 
         Calls ``on_accepted`` before the call waits for its turn.
 
-        Raises QueueFull, QuotaExceeded, Unavailable, DeadlineExceeded, InvalidArgument, Unimplemented.
+        Raises QueueFull, QuotaExceeded, Unavailable, DeadlineExceeded, NotFound for the adapter, InvalidArgument,
+        Unimplemented.
         """
         router, key = self._router, RequestKey(batch.tenant, f"call-{uuid.uuid4()}")
         running = _RunningBatch(batch, key, asyncio.get_running_loop().time())
@@ -127,7 +130,8 @@ class PromptRunner:
         order = queue_key(running.accepted_at, running.batch.priority)
         failures = 0
         while True:
-            worker = await self._find(PromptWorkerSearch(pool, request, order, prefix, failed, preferred))
+            name = running.batch.adapter_name
+            worker = await self._find(PromptWorkerSearch(pool, request, order, prefix, failed, preferred, name))
             run = PromptRun(worker, self._call(running, request, worker), prefix)
             running.is_started = True
             try:

@@ -7,9 +7,10 @@ from decant.protos import worker_pb2 as wire
 from decant.router.attempt.failures import NoWorker
 from decant.router.placement.policy import PlacementRequest, choose_prompt_worker
 from decant.router.placement.prefix_index import PromptBlocks
-from decant.router.workers.needs import needs_of
+from decant.router.workers.needs import Needs, needs_of
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.waiting_line import CapacityKind, WaitingLine, WaitsFor
+from decant.runtime.errors import NotFound
 from decant.runtime.packed import count
 from decant.state.ids import Incarnation
 
@@ -18,7 +19,8 @@ from decant.state.ids import Incarnation
 class PromptWorkerSearch:
     """Search for a worker that computes a prompt alone.
 
-    ``failed`` workers come last; ``preferred`` has the prompt's beginning in its prefix cache.
+    ``failed`` workers come last; ``preferred`` has the prompt's beginning in its prefix cache. ``adapter_name``: of the
+    request's adapter, empty for none.
     """
 
     pool: WorkerPool
@@ -27,6 +29,7 @@ class PromptWorkerSearch:
     prefix: PromptBlocks
     failed: Set[Incarnation]
     preferred: Incarnation | None
+    adapter_name: str = ""
 
     @property
     def kind(self) -> CapacityKind:
@@ -47,4 +50,8 @@ class PromptWorkerSearch:
         return self.pool.search_ends(since, unanswered)
 
     def failure(self) -> Exception:
+        """Error of a search that found none in time."""
+        pool, model = self.pool, self.request.model
+        if pool.has_usable(model) and not pool.has_usable(model, Needs(self.request.adapter)):
+            return NotFound("adapter", self.adapter_name, pool.adapters(model))
         return NoWorker()

@@ -47,7 +47,7 @@ async def test_the_prompt_is_shown_with_what_the_model_makes_of_it(stub: Inferen
     assert not first.HasField("logprob")
     assert all(entry.logprob <= 0 and entry.rank >= 1 and len(entry.top) == 2 for entry in others)
     assert all(entry.top[entry.rank - 1].token_id == entry.token_id for entry in others if entry.rank <= 2)
-    assert b"".join(entry.token_bytes for entry in answer.started.prompt_logprobs).endswith(PROMPT.encode())
+    assert b"".join(entry.raw_bytes for entry in answer.started.prompt_logprobs).endswith(PROMPT.encode())
 
 
 async def test_deltas_are_as_large_as_was_asked_for(stub: InferenceServiceStub) -> None:

@@ -92,6 +92,27 @@ def test_the_services_are_those_that_the_design_names() -> None:
     }
 
 
+def java_accessors(field: FieldDescriptor) -> Iterator[str]:
+    """What follows `get` in the names of the methods that protoc generates for a field in Java."""
+    name = "".join(part.capitalize() for part in field.name.split("_"))
+    suffixes = ["", *(["Bytes"] if field.type == FieldDescriptor.TYPE_STRING else [])]
+    suffixes += ["Value"] if field.enum_type else []
+    if field.is_repeated:
+        suffixes += ["List", "Count", "Map", "ValueList"]
+    elif field.message_type:
+        suffixes += ["Builder", "OrBuilder"]
+    for suffix in suffixes:
+        yield name + suffix
+
+
+@FILES
+def test_no_two_fields_have_the_same_accessor_in_java(file: FileDescriptor) -> None:
+    for message in messages(file):
+        names = [name for field in message.fields for name in java_accessors(field)]
+        names += ["".join(part.capitalize() for part in oneof.name.split("_")) + "Case" for oneof in message.oneofs]
+        assert {name for name in names if names.count(name) > 1} == set(), message.full_name
+
+
 def test_unset_and_zero_are_two_things() -> None:
     for message in (
         inference_pb2.SamplingParams,

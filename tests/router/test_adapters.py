@@ -10,10 +10,12 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.protos.vllm import vllm_engine_pb2 as vllm
 from decant.router.recovery.restore import make_request_restorer
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.served_model import Models
 from decant.router.timings import RouterTimings, WorkerTimings
+from decant.router.vllm.metadata import MODEL
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import NotFound
 from decant.state.store import Store
@@ -141,10 +143,36 @@ async def test_a_restored_request_keeps_the_revision_that_it_was_accepted_with(s
     assert restored.engine_request.adapter == "old"
 
 
-@pytest.mark.parametrize(
-    ("fields", "digest"),
-    [({"lora_name": "pirate"}, "old"), ({"model": "pirate"}, "old"), ({"model": "poet"}, "poet's"), ({}, "")],
-)
+NAMES: list[tuple[dict[str, str], str]] = [
+    ({"lora_name": "pirate"}, "old"),
+    ({"model": "pirate"}, "old"),
+    ({"model": "poet"}, "poet's"),
+    ({}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "digest"), NAMES)
+async def test_scores_and_embeddings_are_those_of_the_named_adapter(fields: dict[str, str], digest: str) -> None:
+    async with harness() as service:
+        service.requests.known_adapters = [OLD, POET]
+        ids = pb.TokenIds(ids=PROMPT)
+        score = pb.ScoreRequest(token_ids=ids, continuations=[pb.Continuation(token_ids=ids)], **fields)
+        embed = pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=ids)], **fields)
+        for response in (await service.stub.Score(score), await service.stub.Embed(embed)):
+            assert response.model == tiny().id
+        if "lora_name" not in fields:
+            by_vllm = vllm.EmbedRequest(tokenized=vllm.TokenizedInput(input_ids=PROMPT))
+            await service.vllm.Embed(by_vllm, metadata=((MODEL, fields.get("model", "")),))
+        for batch in service.requests.prompts.batches:
+            assert {request.adapter for request in batch.requests} == {digest}
+            assert batch.adapter_name == (fields.get("lora_name") or fields.get("model", ""))
+        del service.requests.known_adapters[:]
+        if digest:
+            for call in (service.stub.Score(score), service.stub.Embed(embed)):
+                assert isinstance(await error_of_call(call), NotFound)
+
+
+@pytest.mark.parametrize(("fields", "digest"), NAMES)
 async def test_an_adapter_is_named_beside_its_model_or_as_one(fields: dict[str, str], digest: str) -> None:
     async with harness() as service:
         service.requests.known_adapters = [OLD, POET]

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from decant.protos import worker_pb2 as wire
 from decant.protos.kserve import grpc_service_pb2 as kserve
 from decant.router.kserve.requests import EMPTY_FINAL, generate_request
 from decant.runtime.error_details import Reason
@@ -213,3 +214,6 @@ async def test_models_and_server_are_described() -> None:
         ]
         error = await error_of_call(s.kserve.ModelMetadata(kserve.ModelMetadataRequest(name="other")))
         assert error.code is grpc.StatusCode.NOT_FOUND
+        s.requests.context_length, s.requests.known_adapters = 64, [wire.Adapter(name="other", digest="d")]
+        assert (await s.kserve.ModelReady(kserve.ModelReadyRequest(name="other"))).ready
+        assert (await s.kserve.ModelMetadata(kserve.ModelMetadataRequest(name="other"))).name == "other"

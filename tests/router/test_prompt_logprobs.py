@@ -82,7 +82,7 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     await task
     found = reader.messages[0].started.prompt_logprobs
     assert [entry.token_id for entry in found] == list(unpack(reader.stream.request.engine_request.prompt))
-    assert b"".join(entry.token_bytes for entry in found).endswith(b"def f(x):")
+    assert b"".join(entry.raw_bytes for entry in found).endswith(b"def f(x):")
     assert not found[0].HasField("logprob")
     assert [entry.logprob for entry in found[1:]] == [-position for position in range(1, count)]
     response, _ = await Reader(reader.stream).answer.collect(reader.account)

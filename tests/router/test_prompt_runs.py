@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from decant.protos import worker_pb2 as wire
 from decant.router.api.validation import salt_of
 from decant.router.prompt_runs.prompt_run import ComputedPrompt
 from decant.router.prompt_runs.runner import AT_ONCE, PromptBatch, PromptRunner
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import DeadlineExceeded, InvalidArgument, QuotaExceeded, Unavailable
+from decant.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound, QuotaExceeded, Unavailable
 from decant.runtime.packed import pack
 from decant.state.quota import TenantLimits
 from decant.state.store import Store
@@ -53,6 +55,13 @@ def embeddings(count: int = 3, seconds: float | None = 60.0) -> PromptBatch:
     return PromptBatch("default", requests, 6, 0, Deadline.after(seconds))
 
 
+def adapted(name: str) -> PromptBatch:
+    batch = embeddings()
+    for request in batch.requests:
+        request.adapter = f"{name}'s"
+    return replace(batch, adapter_name=name)
+
+
 async def accepted() -> None:
     pass
 
@@ -82,6 +91,18 @@ async def test_scores_are_those_of_the_continuations_and_embeddings_of_each_inpu
 async def test_without_a_prefill_worker_a_decode_worker_computes_prompts(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as harness:
         assert values(await run(harness, embeddings(1))) == [(1, 2)]
+
+
+async def test_prompts_with_an_adapter_go_to_workers_that_have_it(store: Store) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=0.05))
+    async with fleet(P, P2, D) as workers:
+        workers[1].registration.adapters.add(name="pirate", digest="pirate's", rank=8)
+        async with core(store, workers, timings=timings) as harness:
+            await run(harness, adapted("pirate"))
+            with pytest.raises(NotFound) as missing:
+                await run(harness, adapted("poet"))
+            assert str(missing.value) == "adapter: one of pirate, got poet"
+        assert [len(worker.prefills) for worker in workers] == [0, 3, 0]
 
 
 async def test_continuations_follow_the_first_to_its_worker(store: Store) -> None:

@@ -180,12 +180,12 @@ async def test_log_probabilities_have_their_tokens_text_and_exact_bytes():
     emoji = await ids_of("😀")
     reader = await read([*emoji, EOS], STOPPED, **options(logprobs=2))
     found = [entry for delta in reader.deltas for entry in delta.logprobs]
-    assert b"".join(entry.token_bytes for entry in found) == "😀<|end|>".encode()
+    assert b"".join(entry.raw_bytes for entry in found) == "😀<|end|>".encode()
     assert found[0].token == "\ufffd"
     assert all((entry.logprob, entry.rank) == (-0.5, 1) for entry in found)
     for entry in found:
         assert [top.token_id for top in entry.top] == [entry.token_id, entry.token_id + 1]
-        assert (entry.top[0].token, entry.top[0].token_bytes) == (entry.token, entry.token_bytes)
+        assert (entry.top[0].token, entry.top[0].raw_bytes) == (entry.token, entry.raw_bytes)
         assert [top.logprob for top in entry.top] == [-0.5, -1.5]
 
 
