@@ -23,7 +23,9 @@ from typing import Literal, get_args
 BLOCK_SIZE = 16
 """Default tokens in a block."""
 HOST_KV_BYTES = 1 << 30
-"""Default KV memory of a device that computes in the host's memory."""
+"""Default KV memory of a device that computes in the host's memory, if the host has enough."""
+HOST_KV_SHARE = 0.75
+"""Of the host's memory beside the weights, at most, by default: the rest is for steps, prompts and caches."""
 
 MAX_GROUPS = 8
 """Unless there are more kinds of windows. Each costs time for every sequence of a step."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from decant.engine.kv_layout import BLOCK_SIZE, HOST_KV_BYTES
+from decant.engine.kv_layout import BLOCK_SIZE, HOST_KV_BYTES, HOST_KV_SHARE
 from decant.engine.scheduler import Limits
 from decant.handoff.leases import LEASE_MS
 from decant.runtime.serving.server_settings import is_loopback
@@ -40,7 +40,7 @@ class WorkerSettings(MemberSettings):
         default=None,
         ge=1,
         description="bytes of memory for the KV cache; unset: what a GPU has left beside weights and steps; "
-        f"{HOST_KV_BYTES >> 30} GiB on a CPU",
+        f"{HOST_KV_BYTES >> 30} GiB on a CPU, or {HOST_KV_SHARE:.0%} of the memory left if that is less",
     )
     block_size: int | None = Field(
         default=None,

@@ -12,7 +12,7 @@ from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.checkpoint.quantize import QUANTIZATIONS, Quantization
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_int
-from decant.engine.kv_layout import INT8_KV, KV_DTYPES, KvDtype, KvFormat, KvLayout, Window
+from decant.engine.kv_layout import HOST_KV_SHARE, INT8_KV, KV_DTYPES, KvDtype, KvFormat, KvLayout, Window
 from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.adapters import NO_ADAPTERS, ModelAdapters
@@ -45,7 +45,8 @@ class ModelConfig:
     dtype           "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
     device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
     context_length  in tokens; None: the checkpoint's
-    kv_bytes        None: what a GPU has left, in the memory of the host ``HOST_KV_BYTES``
+    kv_bytes        None: what a GPU has left; in the memory of the host ``HOST_KV_BYTES``, and less where it has less
+    host_memory     bytes of the host's memory that are left for this process, read after the weights; None: unknown
     block_size      in tokens: a power of two of at most 128; None: what the backend's kernels are fastest with
     eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
     cuda_kernels    "none": torch alone; "triton": own kernels; "auto": own kernels where triton runs
@@ -62,6 +63,7 @@ class ModelConfig:
     device: str = "auto"
     context_length: int | None = None
     kv_bytes: int | None = None
+    host_memory: Callable[[], int | None] = lambda: None
     block_size: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     cuda_kernels: CudaKernels = "auto"
@@ -206,11 +208,7 @@ def make_device(
     progress(90)
     exact = probe(subject, layout, layer_windows, reference)
     progress(98)
-    kv_bytes = (
-        _free_kv_bytes(subject, layout, layer_windows, config.step_sizes)
-        if config.kv_bytes is None
-        else config.kv_bytes
-    )
+    kv_bytes = config.kv_bytes or _free_kv_bytes(subject, layout, layer_windows, config)
     store = backend.make_store(layout, kv_bytes // layout.block_bytes, dtype)
     store.prefault()
     adapters = _adapters(subject, layout, layer_windows) if config.adapters else NO_ADAPTERS
@@ -238,8 +236,9 @@ def _adapters(subject: Subject, layout: KvLayout, layer_windows: Sequence[Attent
 
 
 def _free_kv_bytes(
-    subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], most: StepSizes
+    subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], config: ModelConfig
 ) -> int:
+    most = config.step_sizes
     dtype = token_embeddings(subject.model).weight.dtype
 
     def steps() -> None:
@@ -252,4 +251,9 @@ def _free_kv_bytes(
         for plan in kv_memory.largest_steps(sizes, subject.context_length, layout.block_size, len(layout.groups)):
             runner.run(plan)
 
-    return kv_memory.choose(subject.backend.kv_bytes_left, steps, most)
+    left = kv_memory.choose(subject.backend.kv_bytes_left, steps, most)
+    if not subject.backend.loads_to_device and (free := config.host_memory()) is not None:
+        left = min(left, int(free * HOST_KV_SHARE))
+    if left < layout.block_bytes:
+        raise InvalidConfig("kv_bytes", f"memory left for at least one block of {layout.block_bytes} bytes", left)
+    return left

@@ -20,6 +20,7 @@ from decant.command.up import command as starting
 from decant.command.up.command import check
 from decant.command.up.options import UpOptions
 from decant.models import path
+from decant.runtime import host_memory
 from decant.state.private_redis import PrivateRedis
 from decant.state.urls import SCHEMES
 from tests import gguf_files
@@ -182,7 +183,7 @@ def test_a_model_that_can_not_be_served_is_refused_with_the_reason(model: Path, 
 
 
 def test_memory_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.setattr(resources, "available_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 8 * GIB)
     assert refusal(kv_memory="4G") == (
         "memory: 2 workers with 6.3 MiB of weights and 4.0 GiB of KV cache each, and 8.0 GiB are free; "
         "start fewer workers, or give less with --kv-memory"
@@ -191,7 +192,7 @@ def test_memory_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch, m
     assert "41 workers" in refusal(kv_memory="1M", prefill=40)
     assert refusal(kv_memory="0") == "--kv-memory: a size above 0, such as 512M or 2G, got 0"
     check(UpOptions(port=0, kv_memory="3G"))
-    monkeypatch.setattr(resources, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 20)
     assert "memory: " in refusal(kv_memory=None)
 
 

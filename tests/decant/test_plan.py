@@ -17,7 +17,7 @@ from decant.command.up.checks import check_memory
 from decant.command.up.options import UpOptions
 from decant.command.up.plan import Plan, make_plan
 from decant.engine.kv_layout import HOST_KV_BYTES
-from decant.runtime import cgroup, cores
+from decant.runtime import cgroup, cores, host_memory
 from decant.runtime.cores import usable_cores
 from decant.runtime.settings import InvalidSettings
 
@@ -71,16 +71,16 @@ def test_an_invalid_size_is_refused() -> None:
 
 
 def test_available_memory_is_read_from_this_machine() -> None:
-    assert 0 < resources.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < host_memory.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_without_proc_meminfo_half_of_the_installed_memory_is_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert resources.available_memory() == installed // 2
+    assert host_memory.available_memory() == installed // 2
 
 
 def test_weights_are_measured_where_they_are() -> None:
@@ -160,7 +160,7 @@ def test_a_quota_of_cpu_time_limits_the_threads_of_all_workers(monkeypatch: pyte
 def test_the_kv_memory_that_up_chooses_passes_its_own_check(
     free: int, prefill: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "available_memory", lambda: free * MIB)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: free * MIB)
     options = UpOptions(prefill=prefill, decode=1)
     check_memory(options, make_plan(options, "unix:///r", {"PATH": "/bin"}))
 

@@ -107,6 +107,21 @@ def test_a_device_in_the_memory_of_the_host_builds_no_steps(tiny_llama: Path, mo
     assert device.num_blocks == (1 << 20) // device.block_bytes
 
 
+@pytest.mark.parametrize(("free", "blocks"), [(None, 64), (1 << 40, 64), (32, 24), (4 / 3, 1)])
+def test_a_host_with_little_memory_left_gets_fewer_blocks(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, free: float | None, blocks: int
+) -> None:
+    block_bytes = load(ModelConfig(str(tiny_llama), device="cpu", kv_bytes=1 << 20)).block_bytes
+    monkeypatch.setattr(backend_module, "HOST_KV_BYTES", 64 * block_bytes)
+    left = None if free is None else int(free * block_bytes) + 1
+    assert load(ModelConfig(str(tiny_llama), device="cpu", host_memory=lambda: left)).num_blocks == blocks
+
+
+def test_a_host_without_memory_for_a_block_is_refused_with_what_it_has(tiny_llama: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"kv_bytes: memory left for at least one block of \d+ bytes, got 75"):
+        load(ModelConfig(str(tiny_llama), device="cpu", host_memory=lambda: 100))
+
+
 def test_steps_that_exhaust_the_memory_are_refused_with_their_settings(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

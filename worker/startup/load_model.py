@@ -17,6 +17,7 @@ from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
 from decant.runtime.cores import available_cores
+from decant.runtime.host_memory import available_memory
 from decant.runtime.model_files import ModelFiles, local_folder
 from decant.runtime.telemetry import logs
 from decant.worker.settings import WorkerSettings
@@ -68,6 +69,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
         device=settings.device,
         context_length=settings.context_length,
         kv_bytes=settings.kv_bytes,
+        host_memory=available_memory,
         block_size=settings.block_size,
         eos_token_ids=frozenset(files.eos_token_ids),
         cuda_kernels=settings.cuda_kernels,

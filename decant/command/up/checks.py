@@ -21,6 +21,7 @@ from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.errors import ModelRefused
 from decant.plan.quantities import show_bytes
 from decant.router.text.served_model import served
+from decant.runtime import host_memory
 from decant.runtime.connections import tls
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.model_files import ModelUnreadable, find, local_folder
@@ -60,7 +61,8 @@ def check_peers(plan: Plan) -> None:
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
     weights = resources.weights_size(model_of(options), options.dtype)
-    needed, free = len(plan.workers) * (weights + plan.kv_bytes + resources.PROCESS_BYTES), resources.available_memory()
+    needed = len(plan.workers) * (weights + plan.kv_bytes + resources.PROCESS_BYTES)
+    free = host_memory.available_memory()
     if needed > free:
         each = f"{show_bytes(weights)} of weights and {show_bytes(plan.kv_bytes)} of KV cache"
         advice = "start fewer workers, or give less with --kv-memory"

@@ -11,6 +11,7 @@ from decant.command.up.output import Columns, Output
 from decant.command.up.plan import Plan, make_plan
 from decant.command.up.screen import Screen
 from decant.command.up.supervisor import StartFailed, Supervisor
+from decant.runtime import host_memory
 from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.telemetry import logs
@@ -69,7 +70,7 @@ def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Ou
 async def _supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
     if redis_url is not None:
         return await Supervisor(plan_for(redis_url), output).run()
-    async with PrivateRedis(options=resources.redis_limit(resources.available_memory())) as redis:
+    async with PrivateRedis(options=resources.redis_limit(host_memory.available_memory())) as redis:
         return await race(Supervisor(plan_for(redis.url), output).run(), _ended(redis))
 
 

@@ -11,6 +11,7 @@ from decant.command.up import peers, resources
 from decant.command.up.options import UpOptions
 from decant.command.up.peers import PeerCredentials
 from decant.router.settings import RouterSettings
+from decant.runtime import host_memory
 from decant.runtime.cores import available_cores, usable_cores
 from decant.runtime.serving.server_settings import is_every_address, join_address
 from decant.runtime.settings import PREFIX, Settings, variable_name
@@ -171,7 +172,7 @@ def _kv_bytes(options: UpOptions, workers: int) -> int:
     if options.kv_memory is not None:
         return resources.parse_size(options.kv_memory)
     weights = resources.weights_size(model_of(options), options.dtype)
-    return resources.kv_share(resources.available_memory(), weights, workers)
+    return resources.kv_share(host_memory.available_memory(), weights, workers)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import HOST_KV_BYTES
 from decant.plan.quantities import show_bytes
-from decant.runtime import cgroup
 from decant.runtime.byte_size import parse_byte_size
 from decant.runtime.model_files import local_folder
 
@@ -20,7 +18,6 @@ _KEPT_FREE = 0.25  # of the memory beside workers' code: steps, prompts, everyth
 _REDIS_SHARE = 1 / 4  # of what is kept free
 _REDIS_BYTES = 32 << 20, 256 << 20  # least and most
 _COPIES = 1.5  # of the weights while they are loaded and packed
-_MEMINFO = Path("/proc/meminfo")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -52,19 +49,6 @@ def redis_limit(available: int) -> tuple[str, ...]:
     least, most = _REDIS_BYTES
     limit = min(most, max(least, int(available * _KEPT_FREE * _REDIS_SHARE)))
     return ("--maxmemory", str(limit), "--maxmemory-policy", "noeviction")
-
-
-def available_memory() -> int:
-    machine, granted = _machine_memory(), cgroup.available_memory()
-    return machine if granted is None else min(machine, granted)
-
-
-def _machine_memory() -> int:
-    try:
-        words = _MEMINFO.read_text().split()
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return int(words[words.index("MemAvailable:") + 1]) * 1024
 
 
 def folder_of(model: str) -> Path | None:
