@@ -4,8 +4,9 @@
 
 A shape has random weights, and a tokenizer with as many tokens as its vocabulary. Every sequence has a schema of 200
 properties of its own, which no output of ``--tokens`` completes: both contenders compute the same number of tokens, in
-turn after a warm-up. ``sequences`` are of a step: all guided, half of them, or none; ``cpu_ms`` are those of all
-threads, of a step. ``masks_us`` are those of a matcher that follows such an output.
+turn after a warm-up. The sequences of a step are all guided, half of them, or none; ``drawn`` are all guided ones, of
+which every token is drawn: without forced tokens. Their outputs have to be the same. ``cpu_ms`` are those of all
+threads, of a token of each sequence. ``masks_us`` are those of a matcher that follows such an output.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,21 +76,37 @@ def masks_us(grammars: Sequence[Grammar], vocabulary: int, tokens: int) -> dict[
 class Rate(NamedTuple):
     tokens_per_s: float
     cpu_ms: float
+    tokens_per_row: float
+    """Of a step, and a sequence."""
 
 
-def rate_of(device: Device, requests: Sequence[Request]) -> Rate:
+Outputs = dict[str, list[int]]
+
+
+def rate_of(device: Device, requests: Sequence[Request], *, forces: bool = True) -> tuple[Rate, Outputs]:
     engine = Engine(device, Limits(512, len(requests), min(1024, device.context_length)))
+    if not forces:
+        engine.most_forced = 0
+    outputs: Outputs = {request.id: [] for request in requests}
+
+    def step() -> int:
+        tokens = engine.step().tokens
+        for token in tokens:
+            outputs[token.id].append(token.token)
+        return len(tokens)
+
     for request in requests:
         engine.add(request)
     while len(engine.scheduler.running) < len(requests) or any(
-        each.num_remaining > 1 for each in engine.scheduler.running
+        each.num_remaining > 1 + each.num_forced for each in engine.scheduler.running
     ):
-        engine.step()  # prompts
+        step()  # prompts
     began, cpu, steps, count = time.perf_counter(), time.process_time(), engine.steps, 0
     while engine.has_work:
-        count += len(engine.step().tokens)
-    cpu_ms = 1000 * (time.process_time() - cpu) / (engine.steps - steps)
-    return Rate(count / (time.perf_counter() - began), cpu_ms)
+        count += step()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    per_row = count / len(requests)
+    return Rate(count / seconds, 1000 * cpu / per_row, per_row / (engine.steps - steps)), outputs
 
 
 def requests_of(grammars: Sequence[Grammar | None], vocabulary: int, tokens: int) -> list[Request]:
@@ -127,34 +144,41 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         grammar.prepare()
     compile_ms = 1000 * (time.perf_counter() - began) / len(grammars)
     half = [grammar if number % 2 else None for number, grammar in enumerate(grammars)]
-    contenders: dict[str, Callable[[], Rate]] = {
-        name: lambda of=of: rate_of(device, requests_of(of, device.vocab_size, args.tokens))  # type: ignore[misc]
-        for name, of in {"none": [None] * args.rows, "half": half, "all": grammars}.items()
-    }
+    contenders = {"none": [None] * args.rows, "half": half, "drawn": grammars, "all": grammars}
     rates: dict[str, list[Rate]] = {name: [] for name in contenders}
+    outputs: dict[str, Outputs] = {}
     for run in range(args.runs + 1):
-        for name, contender in contenders.items():
-            rate = contender()
+        for name, of in contenders.items():
+            requests = requests_of(of, device.vocab_size, args.tokens)
+            rate, outputs[name] = rate_of(device, requests, forces=name != "drawn")
             if run:
                 rates[name].append(rate)
+        assert outputs["drawn"] == outputs["all"]
     return {
         "machine": machine.facts(), "model": args.model, "vocabulary": device.vocab_size,
         "threads": args.threads, "rows": args.rows,
         "tokenizer_s": tokenizer_s, "compile_ms": compile_ms,
         "masks_us": masks_us(grammars[:16], device.vocab_size, args.tokens),
         "tokens_per_s": {name: statistics.median(one.tokens_per_s for one in each) for name, each in rates.items()},
-        "cpu_ms": {name: statistics.median(one.cpu_ms for one in each) for name, each in rates.items()}, "runs": rates,
+        "cpu_ms": {name: statistics.median(one.cpu_ms for one in each) for name, each in rates.items()},
+        "tokens_per_row": {name: each[0].tokens_per_row for name, each in rates.items()}, "runs": rates,
     }  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:
     model = f"{Path(result['model']).name}, {result['vocabulary']:,} tokens"
     table = Table(title=f"{model}: {result['rows']} sequences, {result['threads']} threads")
-    for heading in ("guided", "tokens/s", "of none", "CPU ms a step"):
+    for heading in ("guided", "tokens/s", "of none", "CPU ms a token", "tokens a step"):
         table.add_column(heading, justify="right" if heading != "guided" else "left")
     rates = result["tokens_per_s"]
     for name, rate in rates.items():
-        table.add_row(name, f"{rate:,.0f}", f"{rate / rates['none']:.1%}", f"{result['cpu_ms'][name]:.1f}")
+        table.add_row(
+            name,
+            f"{rate:,.0f}",
+            f"{rate / rates['none']:.1%}",
+            f"{result['cpu_ms'][name]:.1f}",
+            f"{result['tokens_per_row'][name]:.2f}",
+        )
     Console().print(table)
     masks = result["masks_us"]
     print(f"token and mask: p50 {masks['p50']:.0f} us, p99 {masks['p99']:.0f} us, most {masks['max']:.0f} us")

@@ -19,6 +19,7 @@ from decant.engine.blocks import BlockPool
 from decant.engine.costs import StepTimePredictor
 from decant.engine.errors import InvalidConfig, InvalidRequest, UnknownSequence
 from decant.engine.exports import KvTransfers
+from decant.engine.forced_tokens import MAX_FORCED, ROWS_PER_SECOND, append_forced
 from decant.engine.forks import check_group, link
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import (
@@ -65,6 +66,8 @@ class Engine:
             raise InvalidConfig("lookahead", f"less than a block of {device.block_size} tokens", device.lookahead)
         self.device = device
         self.limits = limits
+        # Behind one draw; less than a block, so that the next step needs at most one more. 0: each token is drawn.
+        self.most_forced = min(MAX_FORCED, device.block_size - 1)
         self.predictor = StepTimePredictor(device.costs)
         self.scheduler = Scheduler(self.pool, limits, self.copy_block, self.predictor, device.lookahead)
         self.step_queue = StepQueue(device, clock)
@@ -243,6 +246,8 @@ class Engine:
                 output.parked.append(request.id)
         for index, further in result.further.items():
             self._commit_further(sequences[index], further, now, output)
+        if step.guides:
+            self._commit_forced([step.sequences[index] for index in step.guides], now, output)
 
     def _commit_further(
         self, sequence: EngineSequence, further: Sequence[FurtherToken], now: float, output: StepOutput
@@ -252,20 +257,47 @@ class Engine:
         Slots behind ``num_computed`` may hold KV of rejected tokens, which is never published and is overwritten.
         """
         size = self.pool.block_size
-        for token, logprobs in further:
-            if sequence.id not in self.sequences or sequence.id in self.parked:
+        for token in further:
+            if not self._continues(sequence):
                 return
             sequence.num_computed += 1
             if sequence.num_computed % size == 0:
                 filled = sequence.num_computed // size
                 self._on_blocks_filled(sequence, filled - 1, filled, output)
-            output.tokens.append(Token(sequence.id, sequence.num_output, token, logprobs))
-            sequence.tokens.append(token)
-            sequence.timeline.tokens.append(now)
-            if token in sequence.stops:
-                self._end(sequence, FinishReason.STOP, stop_token=token)
-            elif len(sequence.tokens) >= sequence.next_check_length and self._finish_or_park(sequence):
-                output.parked.append(sequence.id)
+            self._append(sequence, token, now, output)
+
+    def _commit_forced(self, sequences: Iterable[EngineSequence], now: float, output: StepOutput) -> None:
+        """Append what the grammars of sequences that drew a token leave no choice of."""
+
+        def append(sequence: EngineSequence, token: int) -> bool:
+            self._append(sequence, FurtherToken(token), now, output)
+            return self._continues(sequence)
+
+        drawn = [each for each in sequences if self._continues(each)]
+        for sequence in drawn:
+            sequence.num_forced = 0
+        fixed = self.device.costs.fixed
+        if not fixed or len(drawn) <= ROWS_PER_SECOND * fixed:
+            append_forced(filter(self._may_be_forced, drawn), self.device.eos_token_ids, self.most_forced, append)
+
+    def _may_be_forced(self, sequence: EngineSequence) -> bool:
+        """Not where logits are returned, nor before a handoff: it moves a sequence that lacks one token's KV."""
+        request = sequence.request
+        is_parked_later = request.park_after is not None and sequence.num_output < request.park_after
+        return request.logprobs is None and not is_parked_later and not self.transfers.is_exported(sequence)
+
+    def _continues(self, sequence: EngineSequence) -> bool:
+        return self.sequences.get(sequence.id) is sequence and sequence.id not in self.parked
+
+    def _append(self, sequence: EngineSequence, further: FurtherToken, now: float, output: StepOutput) -> None:
+        token, logprobs = further
+        output.tokens.append(Token(sequence.id, sequence.num_output, token, logprobs))
+        sequence.tokens.append(token)
+        sequence.timeline.tokens.append(now)
+        if token in sequence.stops:
+            self._end(sequence, FinishReason.STOP, stop_token=token)
+        elif len(sequence.tokens) >= sequence.next_check_length and self._finish_or_park(sequence):
+            output.parked.append(sequence.id)
 
     def _finish_or_park(self, sequence: EngineSequence) -> bool:
         request, length, max_tokens = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens

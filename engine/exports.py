@@ -148,6 +148,10 @@ class KvTransfers:
             if export.siblings is sequence.siblings and not export.siblings and export.commit is None:
                 export.ended = True
 
+    def is_exported(self, sequence: Sequence) -> bool:
+        """Whether an open export has the sequence, or a sibling of it."""
+        return any(not each.ended and each.siblings is sequence.siblings for each in self.exports.values())
+
     # -- receiver -----------------------------------------------------------------------------------------------
 
     def reserve(self, request: Request, forks: Iterable[Request] = ()) -> IncomingSequence:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
@@ -49,9 +50,41 @@ class Allow(NamedTuple):
 
     mask: bytes
 
+    def allows(self, token: int) -> bool:
+        return token < 8 * len(self.mask) and bool(self.mask[token >> 3] >> (token & 7) & 1)
+
+    @property
+    def only(self) -> int | None:
+        """The token that is allowed alone; None: several are, or none."""
+        match = _ONE_BYTE.fullmatch(self.mask)
+        if match is None or (byte := match[1][0]) & (byte - 1):
+            return None
+        return 8 * match.start(1) + byte.bit_length() - 1
+
+
+_ONE_BYTE = re.compile(rb"\0*+([^\0])\0*+", re.DOTALL)
+
 
 Edit = Add | Forbid | Penalise | Allow
 """Change of the logits of one row. A sampler reads it before the next draw of the sequence, and never changes it."""
+
+
+def only_token(edits: Sequence[Edit]) -> int | None:
+    """The token that a draw returns whatever the logits are, as an edit allows it alone; None: there is none."""
+    only = next((token for edit in edits if isinstance(edit, Allow) and (token := edit.only) is not None), None)
+    if only is None or any(not _permits(edit, only) for edit in edits):
+        return None
+    return only
+
+
+def _permits(edit: Edit, token: int) -> bool:
+    match edit:
+        case Allow():
+            return edit.allows(token)
+        case Forbid():
+            return token not in edit.tokens
+        case Add() | Penalise():
+            return True
 
 
 class LogitsProcessor(ABC):

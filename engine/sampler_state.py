@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from decant.engine.guides.mask import GuideMask
-from decant.engine.logits_processors import Edit
+from decant.engine.logits_processors import Edit, only_token
 from decant.engine.request import Request
 
 
@@ -27,3 +27,7 @@ class SamplerState:
     def edits(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> list[Edit]:
         """Changes of the logits for the draw after the first ``length`` tokens, in the order to apply them."""
         return [edit for each in self.processors if (edit := each.edit(tokens, length, eos)) is not None]
+
+    def only_token(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> int | None:
+        """The token that the draw after the first ``length`` tokens returns in any case; None: there are several."""
+        return only_token(self.edits(tokens, length, eos))

@@ -9,7 +9,8 @@ blocks::
     waiting   D  [|...]                        3   then new sequences until the budget is spent
               E  [|........................]   0   no budget left: keeps its position in the queue
 
-The budget limits tokens and predicted seconds. Decodes are never cut. Prompts get the rest of the seconds, but at least
+The budget limits tokens and predicted seconds. Decodes are never cut; those of a token behind which others were forced
+compute these too. Prompts get the rest of the seconds, but at least
 ``STRETCH_FACTOR`` - 1 times those of the step without them, and at least one block.
 """
 
@@ -194,7 +195,8 @@ class Scheduler:
             deque[Sequence](),
             list["array[int]"](),
         )
-        pairs, size, inputs = 0, self.pool.block_size, dict[int, int]()
+        num_tokens, pairs, size, inputs = 0, 0, self.pool.block_size, dict[int, int]()
+        spare = self.limits.token_budget - self.limits.max_running  # for forced tokens: all decodes fit a step
         make = tuple.__new__  # hundreds a step, and Row's own constructor is a Python call
         for sequence in self.running:
             tokens, computed, block_table = sequence.tokens, sequence.num_computed, sequence.block_table
@@ -206,18 +208,21 @@ class Scheduler:
                     continue
                 if in_flight.draws:
                     inputs[len(rows)] = in_flight.row
-            slots = len(blocks[-1]) * size
-            if slots < length and (computed == length - 1 or slots <= computed):
+            slots, missing = len(blocks[-1]) * size, length - computed
+            is_decode = missing == 1 or missing - 1 <= min(sequence.num_forced, spare)
+            if slots < length and (is_decode or slots <= computed):
                 needs_block += block_table.shortest_rows
-            if computed == length - 1 and not sequence.forks:
+            if is_decode and not sequence.forks:
                 rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True, sequence.state)))
                 chosen.append(sequence)
-                pairs += length
+                spare -= missing - 1
+                num_tokens += missing
+                pairs += missing * computed + missing * (missing + 1) // 2
             else:
                 prompts.append(sequence)
         if self.lookahead:
             needs_block += [blocks for sequence in chosen for blocks in self._rows_short_of_lookahead(sequence)]
-        return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs), inputs)
+        return _RunningRows(*groups, StepWork(num_tokens, len(rows), pairs), inputs)
 
     def _rows_short_of_lookahead(self, sequence: Sequence) -> list[array[int]]:
         table, length = _table(sequence), len(sequence.tokens)

@@ -54,6 +54,7 @@ class Sequence:
     in_flight             row of a step that is not committed; ``num_computed`` and ``tokens`` do not count it. None: no
                           step in flight has one, or the device overlaps no steps
     block_checksums       made when a block is filled, if ``park_after`` is set
+    num_forced            last tokens that were appended without a draw
     forks                 further outputs of the same prompt, which start once its KV is computed here
     forked_from           the sequence in whose ``forks`` this one is; None: it has started, or is no fork
     is_fork               another sequence computes, or computed, its prompt
@@ -70,6 +71,7 @@ class Sequence:
         "is_fork",
         "next_check_length",
         "num_computed",
+        "num_forced",
         "order",
         "prompt_logprobs_sent",
         "request",
@@ -84,6 +86,7 @@ class Sequence:
         self.request = request
         self.tokens = list(request.token_ids)
         self.num_computed = 0
+        self.num_forced = 0
         self.in_flight: InFlight | None = None
         self.prompt_logprobs_sent = request.prompt_logprobs_from
         self.block_table: BlockTable | None = None

@@ -107,7 +107,8 @@ def test_an_engine_that_gets_the_first_tokens_of_an_output_continues_it(guide: G
 
 
 def test_guided_sequences_that_are_preempted_give_the_outputs_that_each_gives_alone() -> None:
-    requests = [guided(name, guide, seed=seed) for seed, (name, guide) in enumerate(GUIDES.items())]
+    seeds = [(name, seed) for seed, name in enumerate((*GUIDES, *GUIDES))]
+    requests = [guided(f"{name}-{seed}", GUIDES[name], seed=seed) for name, seed in seeds]
     requests.append(make_request("free", [1, 2, 3, 4, 5], max_tokens=30))
     alone = {request.id: run(make_engine(device=device()), request)[0][request.id] for request in requests}
     engine = make_engine(device=device(14), context_length=50)
