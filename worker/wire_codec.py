@@ -114,7 +114,7 @@ def _grammar(message: wire.Guide, guides: GrammarCompiler | None) -> Grammar | N
     kind = message.WhichOneof("kind")
     if kind is None or guides is None:
         return None
-    return guides.grammar(Guide.of(kind, getattr(message, kind)))
+    return guides.grammar(Guide.of(kind, getattr(message, kind), message.answer_field))
 
 
 def _embedding(message: wire.Embedding) -> EmbeddingParams:

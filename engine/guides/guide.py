@@ -29,7 +29,8 @@ _WHOLE = '%llguidance {"no_forcing": true}\nstart: @whole\n'
 which takes time by its length: without end for ``T T`` and ``T: "t"+``, of which the first T takes each letter.
 """
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\\n])+/')
-_REFUSED_IN_GRAMMAR = re.compile(r"%json\b|%llguidance\b|\btemperature\b(?=\s*=)")
+_REFUSED_IN_GRAMMAR = re.compile(r"%json\b|%llguidance\b|\btemperature\b(?=\s*=)|<\[[^\]]*\]>")
+_TOKEN = re.compile(r"<[^\s<>]+>")
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
@@ -51,11 +52,15 @@ class GuideKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """``text`` is the schema, the regular expression or the grammar; with CHOICE, ``choices`` are the texts."""
+    """``text`` is the schema, the regular expression or the grammar; with CHOICE, ``choices`` are the texts.
+
+    ``answer_field``: the client's field that an ANSWER is made of; empty: the tools.
+    """
 
     kind: GuideKind
     text: str = ""
     choices: tuple[str, ...] = ()
+    answer_field: str = ""
 
     def __post_init__(self) -> None:
         size = len(self.text.encode(errors="surrogatepass")) + sum(len(choice.encode()) for choice in self.choices)
@@ -65,7 +70,7 @@ class Guide:
             _check_choices(self.field, self.choices)
 
     @classmethod
-    def of(cls, name: str, value: Any) -> Guide:
+    def of(cls, name: str, value: Any, answer_field: str = "") -> Guide:
         """Guide of the field ``name`` of a message: a text, True, or a message with choices. Raises InvalidRequest."""
         kind = GuideKind(name)
         if kind is GuideKind.CHOICE:
@@ -74,11 +79,12 @@ class Guide:
             if not value:
                 raise InvalidRequest(f"guided.{kind}", "true or unset", value)
             return cls(kind)
-        return cls(kind, value)
+        return cls(kind, value, answer_field=answer_field)
 
     @property
     def field(self) -> str:
-        return "messages.tools" if self.kind is GuideKind.ANSWER else f"guided.{self.kind}"
+        """Field of the client's request, which errors name."""
+        return self.answer_field or ("messages.tools" if self.kind is GuideKind.ANSWER else f"guided.{self.kind}")
 
     def matcher_grammar(self) -> str:
         """``grammar`` for a matcher whose masks take a bounded time."""
@@ -129,11 +135,16 @@ def _regex_grammar(field: str, regex: str) -> str:
 
 
 def _checked_lark(field: str, grammar: str) -> str:
-    """Refuse what would be ignored (a temperature) and what would escape the checks of its own field."""
+    """Refuse what would be ignored (a temperature) and what would escape checks: of another field, or of end tokens."""
     refused = _REFUSED_IN_GRAMMAR.search(_LITERAL_OR_COMMENT.sub(" ", grammar))
     if refused is not None:
         raise InvalidRequest(field, f"a grammar without {refused[0]}", _near(grammar, refused[0]))
     return grammar
+
+
+def tokens_in_lark(grammar: str) -> list[str]:
+    """Texts of the tokens that a grammar names, such as ``<think>``."""
+    return _TOKEN.findall(_LITERAL_OR_COMMENT.sub(" ", grammar))
 
 
 def _near(text: str, part: str) -> str:

@@ -32,10 +32,10 @@ async def guide_of(
         raise InvalidArgument(guide.field, "unset for this model", guide.kind)
     await model.guides.check(guide, deadline)
     if reasoning is not None and guide.kind is not GuideKind.ANSWER:
-        guide = Guide(GuideKind.ANSWER, guide_after_reasoning(guide.grammar(), reasoning, model.terms))
+        guide = Guide(GuideKind.ANSWER, guide_after_reasoning(guide.grammar(), reasoning, model.terms), (), guide.field)
         await model.guides.check(guide, deadline)
     if guide.kind is GuideKind.ANSWER:
-        return wire.Guide(answer=guide.text)
+        return wire.Guide(answer=guide.text, answer_field=guide.answer_field)
     if guide.kind is GuideKind.STRUCTURAL_TAG:
         return wire.Guide(structural_tag=guide.text)
     return wire.Guide.FromString(request.guided.SerializeToString())
@@ -60,6 +60,8 @@ def _guide(request: pb.GenerateRequest, reasoning: Reasoning | None, model: Serv
 
 def _guide_of_kind(kind: str, value: Any, model: ServedModel) -> Guide:
     guide = Guide.of(kind, value)
+    if guide.kind is GuideKind.GRAMMAR and (token := model.terms.end_token_in(guide.text)) is not None:
+        raise InvalidRequest(guide.field, "a grammar without end tokens, at which an output ends", token)
     if guide.kind is not GuideKind.STRUCTURAL_TAG:
         return guide
     return Guide(GuideKind.STRUCTURAL_TAG, structural_tag_grammar(guide.text, model.terms.of))

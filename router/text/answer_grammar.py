@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from decant.engine.guides.guide import JSON_OPTIONS, lark_literal
+from decant.engine.guides.guide import JSON_OPTIONS, lark_literal, tokens_in_lark
 from decant.router.text.reasoning.formats import Reasoning
 from decant.router.text.tools.call_format import ARGUMENTS, TOOL, CallFormat, WrittenCalls
 
@@ -41,6 +41,10 @@ class LarkTerms:
 
     def of(self, text: str) -> str:
         return " ".join(self._terms(text))
+
+    def end_token_in(self, lark: str) -> str | None:
+        """An end token that a grammar names, whose output would end there without a match."""
+        return next((token for token in tokens_in_lark(lark) if self._ids.get(token) in self.eos), None)
 
     def _terms(self, text: str) -> Iterator[str]:
         for part in filter(None, self._pattern.split(text)):

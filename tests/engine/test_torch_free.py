@@ -36,8 +36,8 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks counter_rng costs engine errors exports fake inspection kv_layout logits_processors loop output plan"
-names += " request sampler_state scheduler sequence transfer"
+names = "blocks counter_rng costs engine errors exports fake forced_tokens inspection kv_layout logits_processors"
+names += " loop output plan request sampler_state scheduler sequence transfer"
 for name in names.split():
     importlib.import_module(f"decant.engine.{name}")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from decant.engine.guides.guide import Guide, GuideKind
+from decant.engine.guides.guide import Guide
 from decant.engine.reasoning import ReasoningCount, ReasoningMarkers
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
@@ -294,7 +294,9 @@ async def test_a_guide_holds_for_the_answer_behind_the_reasoning(model_of):
     guided = pb.GuidedDecoding(json_schema=json.dumps({"enum": ["a", "b"]}))
     request = await request_of(model_of("open"), guided=guided)
     assert request.engine_request.guide.WhichOneof("kind") == "answer"
-    guide = Guide(GuideKind.ANSWER, request.engine_request.guide.answer)
+    made = request.engine_request.guide
+    guide = Guide.of("answer", made.answer, made.answer_field)
+    assert guide.field == "guided.json_schema"
     first, second = json.loads(guide.grammar())["grammars"]
     assert first["lark_grammar"].startswith("start: thought answer\n")
     assert second["json_schema"]["enum"] == ["a", "b"]
@@ -308,6 +310,7 @@ async def test_a_guide_holds_for_the_answer_behind_the_reasoning(model_of):
     ):
         made = await request_of(model_of("gpt-oss"), guided=pb.GuidedDecoding(**other))
         assert made.engine_request.guide.WhichOneof("kind") == "answer"
+        assert made.engine_request.guide.answer_field == f"guided.{next(iter(other))}"
     off = await request_of(model_of("think"), guided=guided, messages=messages(reasoning=False))
     assert off.engine_request.guide == wire.Guide(json_schema=guided.json_schema)
 

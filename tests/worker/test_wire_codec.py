@@ -133,6 +133,18 @@ def test_a_guide_becomes_the_grammar_of_the_workers_tokenizer() -> None:
         grammar.prepare()
 
 
+@pytest.mark.parametrize(("field", "named"), [("guided.regex", "guided.regex"), ("", "messages.tools")])
+def test_an_error_of_an_answers_grammar_names_the_clients_field(field: str, named: str) -> None:
+    work = whole_work()
+    work.stopping.CopyFrom(wire.Stopping(max_tokens=9))
+    work.guide.CopyFrom(wire.Guide(answer='{"grammars": [{"lark_grammar": "start: nothing"}]}', answer_field=field))
+    grammar = to_request("r", work, model="m", guides=compiler()).grammar
+    assert grammar is not None
+    with pytest.raises(InvalidRequest) as refused:
+        grammar.prepare()
+    assert refused.value.field == named
+
+
 def test_a_limit_of_reasoning_is_the_engines() -> None:
     work = whole_work()
     assert to_request("r", work, model="m").reasoning is None

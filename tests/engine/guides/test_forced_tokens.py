@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def free_and_forced(output: Sequence[int]) -> set[int]:
     return {7} if len(output) % 2 else {5, 6}
 
 
-def alternating(id: str = "a", max_tokens: int = 40, **more: object) -> Request:
+def alternating(id: str = "a", max_tokens: int = 40, **more: Any) -> Request:
     sampling = SamplingParams(temperature=2.0, seed=3)
     grammar = ScriptedGrammar(free_and_forced)
     return make_request(id, [1, 2, 3, 4, 5], max_tokens, sampling=sampling, grammar=grammar, **more)

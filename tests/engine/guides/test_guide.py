@@ -138,4 +138,6 @@ def test_a_choice_may_have_any_characters(text: str) -> None:
 def test_guides_have_the_names_of_their_fields() -> None:
     names = {field.name for field in pb.GuidedDecoding.DESCRIPTOR.fields}
     assert {str(kind) for kind in GuideKind} == names | {"answer"}
-    assert {str(kind) for kind in GuideKind} == {field.name for field in wire.Guide.DESCRIPTOR.fields}
+    assert {str(kind) for kind in GuideKind} == {
+        field.name for field in wire.Guide.DESCRIPTOR.oneofs_by_name["kind"].fields
+    }
