@@ -1,4 +1,4 @@
-"""The primary of one slot of a Redis Cluster: all keys of a deployment are in that slot, by the hash tag of their prefix.
+"""The primary of one slot of a Redis Cluster: the hash tag of their prefix puts all keys of a deployment into it.
 
 A command is one node's, as with a single Redis: scripts and pipelines keep their order, and a lost node loses all or
 nothing. The node's replicas take over, and deployments with other prefixes use other nodes.
@@ -19,7 +19,6 @@ from redis.crc import key_slot
 
 from decant.state.primary import DISCOVERY_SECONDS, Address, PrimaryAddress
 from decant.state.urls import ClusterUrl
-
 
 _REFUSALS = (exceptions.ResponseError, exceptions.AuthenticationError)
 
@@ -54,16 +53,18 @@ class SlotPrimary(PrimaryAddress):
                     asked.add(asyncio.create_task(self._slots(addresses.pop())))
                 limit_s = DISCOVERY_SECONDS if addresses else None
                 done, asked = await asyncio.wait(asked, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                failures += [failure for answer in done if (failure := answer.exception()) is not None]
                 for answer in done:
-                    if (failure := answer.exception()) is not None:
-                        failures.append(failure)
-                    elif (primary := self._primary(answer.result())) is not None:
+                    if answer.exception() is None and (primary := self._primary(answer.result())) is not None:
                         return primary
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         raise _worst(failures) or exceptions.ConnectionError(f"no node of the cluster has slot {self._slot}")
+
+    async def close(self) -> None:
+        """Nothing is open: each question has a connection of its own."""
 
     def _primary(self, ranges: Sequence[SlotRange]) -> Address | None:
         self._nodes = {node for each in ranges for node in each.nodes}

@@ -29,8 +29,8 @@ decant:{quota/tenant}:full_at         string  when the tenant's minute is full a
 decant:{pools}:<what>:<model>         string  router that moved workers or sequences last        until the next may
 decant:{store_instance}               hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
 
-All times are by the clock of Redis. The key prefix comes before all names. In a Cluster it is a hash tag and decides the
-slot of all keys, see cluster.py; without one, the keys of one script share the hash tag above.
+All times are by the clock of Redis. The key prefix comes before all names. In a Cluster it is a hash tag, and decides
+the slot of all keys.
 """
 
 from __future__ import annotations

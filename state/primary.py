@@ -10,7 +10,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 DISCOVERY_SECONDS = 0.3
-"""Time for a server to name the primary before the next one is asked: a command to Redis has about one second in all."""
+"""Time for a server to name the primary before the next one is asked: a command has about one second in all."""
 
 Address: TypeAlias = tuple[str, int]
 
@@ -36,8 +36,8 @@ class PrimaryAddress(ABC):
     @abstractmethod
     async def discover(self) -> Address: ...
 
-    async def close(self) -> None:
-        """Close the connections for the discovery, where they are kept."""
+    @abstractmethod
+    async def close(self) -> None: ...
 
 
 def connection_options(options: Mapping[str, Any], primary: PrimaryAddress) -> dict[str, Any]:
