@@ -74,7 +74,7 @@ class SlotPrimary(PrimaryAddress):
         """Raises redis.RedisError, OSError."""
         node = Redis(host=address[0], port=address[1], **self._options)
         try:
-            ranges: list[Any] = await node.execute_command("CLUSTER", "SLOTS")
+            ranges: list[Any] = await node.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
         finally:
             await node.aclose()
         return [

@@ -17,18 +17,24 @@ from tests.ports import reserved_port
 
 PATIENCE_S = 60.0
 SLOTS = 16_384
-NODE_TIMEOUT_MS = 1_000
+PASSWORD = "secret"
 
 
 @dataclass
 class RedisCluster:
+    """A node counts as lost after 15 s, the default: a busy machine must not promote a replica too early."""
+
     nodes: Sequence[PrivateRedis]  # primaries, then one replica of the last of them, if asked for
     ports: Sequence[int]
 
     @property
     def url(self) -> str:
         """Its first node does not exist."""
-        return f"redis+cluster://127.0.0.1:1,127.0.0.1:{self.ports[0]}"
+        return f"redis+cluster://:{PASSWORD}@127.0.0.1:1,127.0.0.1:{self.ports[0]}"
+
+
+def connect(node: PrivateRedis) -> sync_redis.Redis:
+    return sync_redis.Redis.from_url(node.url, password=PASSWORD)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -51,11 +57,12 @@ def redis_cluster(primaries: int, *, has_replica: bool = False) -> Iterator[Redi
             lines = [_line(other, ports, primaries, is_self=other == number) for other in range(count)]
             file.write_text("\n".join([*lines, f"vars currentEpoch {count} lastVoteEpoch 0", ""]))
             options = ["--cluster-enabled", "yes", "--cluster-config-file", str(file)]
-            options += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS), "--cluster-replica-validity-factor", "0"]
+            options += ["--cluster-replica-validity-factor", "0", "--masterauth", PASSWORD]
             nodes.append(stack.enter_context(PrivateRedis(port=port, options=options)))
         for node in nodes:
             with sync_redis.Redis.from_url(node.url) as bare:
                 until(lambda bare=bare: _is_ready(bare))  # type: ignore[misc]
+                bare.config_set("requirepass", PASSWORD)
         yield RedisCluster(nodes, ports)
 
 

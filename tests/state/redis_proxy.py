@@ -1,9 +1,10 @@
-"""A TCP proxy in front of Redis: it cuts, resets and redirects connections."""
+"""A TCP proxy in front of Redis: it cuts, resets and redirects connections, and adds TLS."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -55,10 +56,10 @@ class RedisProxy:
 
 
 @asynccontextmanager
-async def redis_proxy(server: PrivateRedis) -> AsyncIterator[RedisProxy]:
+async def redis_proxy(server: PrivateRedis, tls: ssl.SSLContext | None = None) -> AsyncIterator[RedisProxy]:
     made = RedisProxy(server)
-    listening = await asyncio.start_server(made.forward, "127.0.0.1", 0)
-    made.address = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening = await asyncio.start_server(made.forward, "127.0.0.1", 0, ssl=tls)
+    made.address = f"redis{'s' if tls else ''}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     async with listening:
         yield made
         made.cut()

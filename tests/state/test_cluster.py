@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-import redis as sync_redis
 from redis.crc import key_slot
 
 from decant.state.client import Client
@@ -15,11 +14,12 @@ from decant.state.scripts import on_key
 from decant.state.urls import parse_cluster_url, split_key_prefix
 from tests.state.every_operation import walk
 from tests.state.factories import KEY, make_store
-from tests.state.redis_cluster import SLOTS, RedisCluster, redis_cluster, until
+from tests.state.redis_cluster import PASSWORD, SLOTS, RedisCluster, connect, redis_cluster, until
 from tests.state.test_connections import error_server
 from tests.state.test_every_operation import RULES
 from tests.state.test_sentinel import detach, write_on
 
+NODE_TIMEOUT_MS = 500
 LAST_THIRD = "key_prefix=a"
 """Its hash tag is in a slot of the last of three primaries, which has the replica."""
 
@@ -52,9 +52,9 @@ async def test_every_operation_runs_in_the_slot_of_its_prefix(cluster: RedisClus
     """With the permissions that docs/guides/deploy.md has."""
     rules = f"on >p@ss {RULES.replace('~', f'~{{{prefix}}}')} +cluster|slots"
     for node in cluster.nodes:
-        with sync_redis.Redis.from_url(node.url) as bare:
-            bare.execute_command("ACL", "SETUSER", "decant", *rules.split())  # type: ignore[no-untyped-call]
-    url = cluster.url.replace("://", "://decant:p%40ss@")
+        with connect(node) as bare:
+            bare.execute_command("ACL", "SETUSER", "decant", *rules.split())
+    url = cluster.url.replace(f":{PASSWORD}", "decant:p%40ss")
     async with make_store(url if prefix == "decant" else f"{url}?key_prefix={prefix}") as store:
         for step in await walk(store):
             await step.run()
@@ -62,7 +62,7 @@ async def test_every_operation_runs_in_the_slot_of_its_prefix(cluster: RedisClus
         await store.workers.wait_for_change(await store.workers.listing(), 0.01)
         sizes = []
         for node in cluster.nodes:
-            with sync_redis.Redis.from_url(node.url) as bare:
+            with connect(node) as bare:
                 sizes.append(bare.dbsize())
                 bare.flushall()
         assert sum(size > 0 for size in sizes) == 1
@@ -77,17 +77,20 @@ async def test_writes_go_on_at_the_promoted_replica_of_a_lost_node() -> None:
     with redis_cluster(3, has_replica=True) as cluster:
         lost, promoted = cluster.nodes[2:]
         async with make_store(f"{cluster.url}?{LAST_THIRD}", deadline_s=2.0) as store:
-            with sync_redis.Redis.from_url(promoted.url) as replica, sync_redis.Redis.from_url(lost.url) as primary:
+            with connect(promoted) as replica, connect(lost) as primary:
                 replica.readonly()
                 ends = asyncio.Event()
                 writing = asyncio.create_task(write_on(store, ends))
                 await asyncio.to_thread(until, lambda: primary.exists(journal, f"{tag}decant:{{workers}}:peers") == 2)
                 await asyncio.to_thread(until, lambda: replica.info("replication")["master_link_status"] == "up")
-                detach(primary)
+                detach(primary, replica)
                 at = replica.info("replication")["slave_repl_offset"]
                 await asyncio.to_thread(until, lambda: primary.info("replication")["master_repl_offset"] > at)
                 before = primary.strlen(journal) // 4
                 lost.stop()
+                for node in (*cluster.nodes[:2], promoted):
+                    with connect(node) as bare:
+                        bare.config_set("cluster-node-timeout", NODE_TIMEOUT_MS)
                 await asyncio.to_thread(until, lambda: replica.info("replication")["role"] == "master")
                 await asyncio.to_thread(until, lambda: int(replica.strlen(journal)) // 4 > before)
                 ends.set()

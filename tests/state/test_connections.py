@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from decant.state.connections import MAX_AGE_S, ConnectionAges
 from decant.state.errors import StoreFault, StoreUnavailable
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
+from tests.runtime.certificates import Certificates
 from tests.state.factories import KEY, make_request, make_store, router, worker_registration, write_request
 from tests.state.redis_proxy import redis_proxy
 
@@ -87,9 +90,9 @@ class ErrorServer:
 
 
 @asynccontextmanager
-async def error_server() -> AsyncIterator[tuple[ErrorServer, str]]:
+async def error_server(tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[ErrorServer, str]]:
     server = ErrorServer()
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
     async with listening:
         yield server, f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
@@ -195,6 +198,22 @@ async def test_writes_and_reads_reach_the_new_primary_after_one_refusal(server: 
                     assert new.dbsize() > 0
                 finally:
                     former.replicaof("NO", "ONE")
+
+
+async def test_tls_is_used_and_its_certificate_is_verified(server: PrivateRedis, tmp_path: Path) -> None:
+    """The server's certificate is for 127.0.0.1."""
+    files = Certificates(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files.certificate, files.key)
+    async with redis_proxy(server, tls) as proxy, make_store(f"{proxy.address}?ssl_ca_certs={files.ca}") as store:
+        await store.ping()
+        async with make_store(proxy.address) as unverified:
+            with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+                await unverified.ping()
+    async with error_server(tls) as (node, url):
+        node.slots = int(url.rpartition(":")[2])
+        async with make_store(f"rediss+cluster://127.0.0.1:{node.slots}?ssl_ca_certs={files.ca}") as store:
+            await store.ping()
 
 
 async def test_a_full_redis_is_unavailable_for_writes_and_readable(store: Store, bare: sync_redis.Redis) -> None:

@@ -96,6 +96,7 @@ async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> 
 
 async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_redis.Redis, monkeypatch: Patch) -> None:
     recorder, request = CommandRecorder(monkeypatch), make_request()
+    bare.script_load(scripts.REQUEST_WRITE.text)
     await store.requests.accept(request)
     request.append(written(1, 2))
     calls(bare)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis as sync_redis
 
-from decant.state import keys, private_redis, scripts
+from decant.state import private_redis, scripts
 from decant.state.client import Client
 from decant.state.errors import StateError
 from decant.state.ids import RequestKey
@@ -19,7 +19,6 @@ from decant.state.scripts import Script
 from decant.state.store import Store
 from tests.state import (
     test_directory,
-    test_every_operation,
     test_keep_the_greater,
     test_outage,
     test_private_redis,
@@ -228,11 +227,6 @@ async def test_ambiguous_keys_are_found(bare: sync_redis.Redis, server: PrivateR
     await finds(test_requests.test_another_tenants_id_is_unknown, bare=bare, server=server)
 
 
-async def test_keys_of_one_script_in_two_slots_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(keys, "journal", lambda key: f"decant:{{journal/{key}}}")
-    await finds(test_every_operation.test_a_cluster_takes_every_operation)
-
-
 async def test_scripts_that_are_not_loaded_again_are_found(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch
 ) -> None:
@@ -250,6 +244,7 @@ def test_a_supervisor_that_forgets_its_redis_is_found(text: str, short_path: Pat
     assert text in private_redis._KEEPER
     monkeypatch.setattr(private_redis, "_KEEPER", private_redis._KEEPER.replace(text, "", 1))
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    monkeypatch.setattr(private_redis, "_STOP_S", 0.5)  # it is never stopped
     try:
         with pytest.raises(FOUND):
             test_private_redis.test_a_silent_redis_is_stopped(short_path)
