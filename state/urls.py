@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import Connection, parse_url
+from redis.exceptions import RedisError
 
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
@@ -34,6 +35,22 @@ DEFAULT_HASH_TAG = "decant"
 
 _PREFIX_OPTION = "key_prefix"
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+_OPTIONS_LIMIT = "options of redis-py's connections"
+OWN_OPTIONS = frozenset(
+    [
+        "decode_responses",
+        "encoding",
+        "encoding_errors",
+        "max_connections",
+        "protocol",
+        "retry_on_error",
+        "retry_on_timeout",
+        "socket_connect_timeout",
+        "socket_timeout",
+        "timeout",
+    ]
+)
+"""They would change what replies are, or the deadline of a call."""
 _PORT_LIMIT = "host:port with a port from 0 to 65535"
 
 
@@ -77,9 +94,14 @@ def check_url(url: str) -> None:
         parse_cluster_url(url)
         return
     try:
-        urlsplit(url).port  # noqa: B018 - raises
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises
     except ValueError:
         raise BadUrl(_PORT_LIMIT, "another port") from None
+    db = parts.path.strip("/")
+    if parts.scheme != "unix" and db and not db.isdecimal():
+        raise BadUrl("a path with the number of a database, such as /1", f"a path {parts.path!r}")
+    _check_options(_parse_options(url))
 
 
 def split_key_prefix(url: str) -> tuple[str, str]:
@@ -116,6 +138,7 @@ def parse_cluster_url(url: str) -> ClusterUrl:
     addresses, options = _parse_hosts(url, CLUSTER, "", REDIS_PORT)
     if "db" in options:
         raise BadUrl("no option db: a Cluster has one database", "db")
+    _check_options(options)
     options["ssl"] = options.pop("connection_class", None) is not None
     return ClusterUrl(addresses, options)
 
@@ -132,6 +155,7 @@ def parse_sentinel_url(url: str) -> SentinelUrl:
     own = {name.removeprefix("sentinel_"): options.pop(name) for name in [*options] if name.startswith("sentinel_")}
     if unknown := own.keys() - {"username", "password"}:
         raise BadUrl("sentinel_username and sentinel_password as options of sentinels", f"sentinel_{min(unknown)}")
+    _check_options(options)
     has_tls = options.pop("connection_class", None) is not None
     tls = {name: value for name, value in options.items() if name.startswith("ssl_")}
     return SentinelUrl(addresses, service, {**options, "ssl": has_tls}, {**own, **tls, "ssl": has_tls})
@@ -142,13 +166,29 @@ def _parse_hosts(url: str, kind: str, db: str, port: int) -> tuple[tuple[tuple[s
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     addresses = tuple(_address(host, port) for host in hosts.split(","))
-    try:
-        scheme = parts.scheme.removesuffix(kind)
-        options: dict[str, Any] = dict(parse_url(f"{scheme}://{credentials}{at}host/{db}?{parts.query}"))
-    except ValueError as error:
-        raise BadUrl("options of redis-py", str(error)) from None
+    scheme = parts.scheme.removesuffix(kind)
+    options = _parse_options(f"{scheme}://{credentials}{at}host/{db}?{parts.query}")
     del options["host"]
     return addresses, options
+
+
+def _parse_options(url: str) -> dict[str, Any]:
+    try:
+        return dict(parse_url(url))
+    except ValueError as error:
+        raise BadUrl(_OPTIONS_LIMIT, str(error)) from None
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what no connection takes, as else each would fail when it opens."""
+    if own := OWN_OPTIONS & options.keys():
+        raise BadUrl("no option that Decant decides itself", min(own))
+    connection = dict(options)
+    kind = connection.pop("connection_class", Connection)
+    try:
+        kind(**connection)
+    except (TypeError, ValueError, RedisError) as error:
+        raise BadUrl(_OPTIONS_LIMIT, str(error).rpartition("argument ")[2]) from None
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:
