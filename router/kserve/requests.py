@@ -94,10 +94,12 @@ def _set(own: pb.GenerateRequest, name: str, value: Any) -> None:
         value = _number(name, value)
     try:
         if message.DESCRIPTOR.fields_by_name[field].is_repeated:
+            if isinstance(value, dict):
+                raise TypeError(value)  # its keys would be taken
             getattr(message, field).extend([value] if isinstance(value, str | int) else value)
         else:
             setattr(message, field, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         kind = "a value of the field's type and range"
         raise InvalidArgument(f"{SAMPLING}.{name}", kind, shorten(str(value))) from None
 

@@ -16,17 +16,20 @@ from google.protobuf.message import DecodeError
 
 from decant import models as trained
 from decant.engine.checkpoint import weight_files
-from decant.engine.errors import ModelRefused
+from decant.engine.errors import AdapterRefused, ModelRefused
 from decant.handoff import codec
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import TransferLayout, Unpacker, pack
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.protos.kserve import grpc_service_pb2 as kserve
 from decant.protos.state_pb2 import RequestRecord, WorkerRegistration
 from decant.protos.vllm import vllm_engine_pb2 as vllm
 from decant.router.api import auth
+from decant.router.api.prompt_requests import check_embed, check_score, embed_prompts, score_prompts
 from decant.router.api.tokenizing import detokenize, tokenize
 from decant.router.api.validation import check_known, validate
+from decant.router.kserve import requests as kserve_requests
 from decant.router.limits import check_size
 from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models
@@ -83,6 +86,22 @@ ENGINE = wire.EngineRequest(
     sampling=wire.Sampling(temperature=1, top_p=0.5, repetition_penalty=1, logit_bias={7: 1.5}, seed=3),
     stopping=wire.Stopping(max_tokens=5, stop_token_ids=[2]),
 )
+KSERVE = [
+    kserve.ModelInferRequest(
+        model_name="m",
+        inputs=[
+            kserve.ModelInferRequest.InferInputTensor(name=name, datatype="BYTES", shape=[1]),
+            kserve.ModelInferRequest.InferInputTensor(name="sampling_parameters", datatype="BYTES", shape=[1]),
+        ],
+        raw_input_contents=[len(text).to_bytes(4, "little") + text for text in (b"def f(x):", parameters)],
+    )
+    for name, parameters in (
+        ("text_input", b'{"temperature": 0.5, "stop": ["x"], "seed": 1, "n": 2}'),
+        ("text_input", b'{"temperature": "0.5", "stop_token_ids": [1, 2], "max_tokens": 5}'),
+    )
+]
+SCORE = pb.ScoreRequest(prompt="def f", continuations=[pb.Continuation(text="(x):")], logprobs=1)
+EMBED = pb.EmbedRequest(inputs=[pb.EmbedInput(text="def f")], pooling=pb.EmbedRequest.POOLING_MEAN, dimensions=4)
 WORKER_MESSAGES = (
     wire.WorkerMessage(
         frame=wire.Frame(slots=pack_numbers([0]), positions=pack_numbers([3]), tokens=pack_numbers([7]))
@@ -158,6 +177,22 @@ def _clients(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
             data.split(b"\r\n", 1)[0].decode("latin-1"), is_local=True
         )
 
+    def kserve_request(data: bytes) -> None:
+        with kserve_requests.kserve_field_names():
+            own, _ = kserve_requests.generate_request(kserve.ModelInferRequest.FromString(data))
+            own.model = ""
+            loop.run_until_complete(validate(own, models, context_length(CONTEXT), Deadline(), "a"))
+
+    def prompts(kind: Any, check: Any, read: Any) -> Callable[[bytes], None]:
+        def decode(data: bytes) -> None:
+            request = kind.FromString(data)
+            check_size(request)
+            check_known(request)
+            check(request)
+            loop.run_until_complete(read(request, tiny(), CONTEXT, Deadline()))
+
+        return decode
+
     def vllm_request(data: bytes) -> None:
         head, _, body = data.partition(b"\0|\0")
         pairs = [pair.partition("=") for pair in head.decode("latin-1").split("\n")]
@@ -167,6 +202,9 @@ def _clients(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
     refusals = (DecodeError, ServiceError)
     yield Target("vLLM's request", [VLLM_HEAD + b"\0|\0" + VLLM.SerializeToString()], vllm_request, refusals)
+    yield Target("KServe's request", _serialized(*KSERVE), kserve_request, refusals)
+    yield Target("ScoreRequest", _serialized(SCORE), prompts(pb.ScoreRequest, check_score, score_prompts), refusals)
+    yield Target("EmbedRequest", _serialized(EMBED), prompts(pb.EmbedRequest, check_embed, embed_prompts), refusals)
     yield Target("GenerateRequest", _serialized(*GENERATE), generate, refusals)
     yield Target(
         "TokenizeRequest", _serialized(pb.TokenizeRequest(text="def f")), call(pb.TokenizeRequest, tokenize), refusals
@@ -301,6 +339,27 @@ def _files(folder: Path) -> Iterator[Target]:
     yield Target("settings", [SETTINGS.encode()], settings, (InvalidSettings,), mutate_toml)
 
 
+def _adapters(folder: Path) -> Iterator[Target]:
+    """Files of an adapter, which a worker also reads while it serves."""
+    from decant.engine.checkpoint import adapter
+    from tests.engine.peft_adapters import CONFIG, WEIGHTS, plain
+
+    plain(folder, {"model.layers.0.self_attn.q_proj": (4, 4)}, rank=2)
+    seeds = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+
+    def read(name: str) -> Callable[[bytes], None]:
+        def decode(data: bytes) -> None:
+            for other, content in seeds.items():
+                (folder / other).write_bytes(data if other == name else content)
+            adapter.read("a", folder)
+
+        return decode
+
+    yield Target(CONFIG, [seeds[CONFIG]], read(CONFIG), (AdapterRefused,), mutate_json)
+    yield Target(WEIGHTS, [seeds[WEIGHTS]], read(WEIGHTS), (AdapterRefused,), mutate_header)
+    yield Target("bytes of an adapter", [seeds[WEIGHTS]], read(WEIGHTS), (AdapterRefused,))
+
+
 def _weights() -> bytes:
     head = json.dumps({"__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
     return len(head).to_bytes(8, "little") + head.encode() + bytes(8)
@@ -310,4 +369,11 @@ def _weights() -> bytes:
 def targets() -> Iterator[list[Target]]:
     with TemporaryDirectory() as folder, asyncio.Runner() as runner:
         loop = runner.get_loop()
-        yield [*_clients(loop), *_routers(), *_workers(loop), *_store(), *_files(Path(folder))]
+        yield [
+            *_clients(loop),
+            *_routers(),
+            *_workers(loop),
+            *_store(),
+            *_files(Path(folder)),
+            *_adapters(Path(folder, "adapter")),
+        ]

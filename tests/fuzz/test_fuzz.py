@@ -9,12 +9,22 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from decant.protos.kserve import grpc_service_pb2 as kserve
 from tests.fuzz.__main__ import Fault, fuzz
-from tests.fuzz.targets import Target, targets
+from tests.fuzz.targets import KSERVE, Target, targets
 
 INPUTS = 40
 DEEP = 100_000
 YARN = b'{"max_position_embeddings": 8, "rope_scaling": {"type": "yarn", "factor": %s}}'
+
+
+def kserve_request(parameters: bytes) -> bytes:
+    request = kserve.ModelInferRequest()
+    request.CopyFrom(KSERVE[0])
+    request.raw_input_contents[1] = len(parameters).to_bytes(4, "little") + parameters
+    return request.SerializeToString()
+
+
 ONCE_FAULTS = [
     ("config.json", b"[" * DEEP),
     ("config.json", b'{"a":' * DEEP),
@@ -28,6 +38,9 @@ ONCE_FAULTS = [
     ("safetensors header", (35).to_bytes(8, "little") + b'{"a": {"data_offsets": [0, 1e999]}}'),
     ("config.json of weights", b"[" * DEEP),
     ("credentials", b"a = " + b"[" * DEEP),
+    ("KServe's request", kserve_request(b'{"temperature": 1' + b"0" * 400 + b"}")),
+    ("KServe's request", kserve_request(b'{"top_p": "-1' + b"0" * 400 + b'"}')),
+    ("KServe's request", kserve_request(b'{"stop": {"a": 1}}')),
     ("settings", b"a = " + b"{a=" * DEEP),
 ]
 
