@@ -45,7 +45,16 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "scaling": (None, "autoscaling-hpa", "autoscaling-keda"),
     **{
         name: (None, name)
-        for name in ("cert-manager", "monitoring", "gpu", "rdma", "opentelemetry", "availability", "openshift")
+        for name in (
+            "cert-manager",
+            "monitoring",
+            "gpu",
+            "rdma",
+            "opentelemetry",
+            "availability",
+            "openshift",
+            "openai-gateway",
+        )
     },
 }
 """Of each line, a deployment has one component, or none."""

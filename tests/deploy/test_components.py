@@ -9,12 +9,15 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from decant.command.up import openai_gateway
 from decant.runtime.byte_size import parse_byte_size
+from decant.runtime.serving.server import CLEANUP_SECONDS
 from tests.deploy.rendering import (
     DEPLOY,
     PROCESSES,
     VERSION,
     Manifests,
+    Object,
     combined,
     container,
     labels,
@@ -193,6 +196,27 @@ def test_the_token_of_the_hub_comes_from_a_secret_and_is_optional() -> None:
     for name in PROCESSES:
         (entry,) = [one for one in container(manifests.processes[name])["env"] if one["name"] == "HF_TOKEN"]
         assert entry["valueFrom"]["secretKeyRef"] == {"name": "decant-hub", "key": "token", "optional": True}
+
+
+def test_the_openai_gateway_calls_the_routers_alone_and_drains_within_its_grace() -> None:
+    manifests = with_redis("openai-gateway")
+    deployment = manifests.deployments["decant-openai"]
+    one, options = container(deployment), openai_gateway._options(container(deployment)["args"])
+    assert one["command"][-1] == openai_gateway.__name__
+    assert [port["containerPort"] for port in one["ports"]] == [options.port]
+    name, port = options.routers.split(".decant.svc:")
+    service = manifests.of_kind("Service")[name]
+    assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
+    assert labels(service_pods(manifests, service)) == labels(manifests.processes["router"])
+    assert "app.kubernetes.io/part-of" not in labels(deployment), "it would reach workers and Redis"
+    before = one["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod(deployment)["terminationGracePeriodSeconds"] >= before + options.drain_seconds + CLEANUP_SECONDS
+
+
+def service_pods(manifests: Manifests, service: Object) -> Object:
+    selector = service["spec"]["selector"].items()
+    (match,) = [one for one in manifests.deployments.values() if selector <= labels(one).items()]
+    return match
 
 
 def test_a_disruption_budget_covers_each_pool_and_its_pods_are_spread() -> None:

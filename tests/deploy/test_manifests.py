@@ -154,7 +154,7 @@ def test_every_port_of_a_pod_is_in_a_network_policy_and_only_clients_come_from_a
         ports = {port["containerPort"] for port in container(deployment)["ports"]}
         assert {port["port"] for rule in rules for port in rule.get("ports", [])} == ports
         open_ports = {port["port"] for rule in rules if "from" not in rule for port in rule["ports"]}
-        assert open_ports == ({50051} if name == "decant-router" else set())
+        assert open_ports == {"decant-router": {50051}, "decant-openai": {8000}}.get(name, set())
     for one in policies:
         assert one["policyTypes"] == ["Ingress"]
         assert any(selects(one["podSelector"], each) for each in manifests.deployments.values())
