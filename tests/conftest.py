@@ -48,7 +48,9 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
+    "tests/e2e/test_examples.py",
     "tests/e2e/test_install.py",
+    "tests/e2e/test_previous_version.py",
     "tests/engine/test_all_architectures.py",
     "tests/engine/test_architectures.py",
     "tests/engine/test_bits.py",
