@@ -7,7 +7,8 @@
 # make docs-reference  the pages of docs/ that are generated from the code and the tests
 # make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 # make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside, GUIDES=2000 hostile guides
-# make image      the container image with buildah; deploy/build_image.sh has the variables
+# make image      the container images with buildah; deploy/build_image.sh has the variables
+# make image-demo  the built images as Redis, router, prefill and decode worker, by podman or BY=chroot: one answer
 # make prometheus Prometheus of Debian in build/prometheus, for the tests of alerts and dashboard; not installed
 # make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
 # make audit      known vulnerabilities of requirements.lock (needs pypi.org itself, not a mirror)
@@ -41,7 +42,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz image prometheus sbom audit demo lock format clean
+.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz image image-demo prometheus sbom audit demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -123,6 +124,12 @@ fuzz: setup
 
 image:
 	@deploy/build_image.sh
+
+BY ?= podman
+TAG ?= latest
+
+image-demo:
+	@python3 deploy/image_demo.py --by $(BY) --tag $(TAG)
 
 build/prometheus/usr/bin/promtool:
 	@mkdir -p build/prometheus

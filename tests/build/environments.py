@@ -55,7 +55,7 @@ def copy_sources(names: Iterable[str], tree: Path) -> Path:
 
 def image_sources() -> list[str]:
     text = (ROOT / "deploy" / "Containerfile").read_text()
-    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+    copies = re.findall(r"^COPY (?!--from)(.+) [^/\s]\S*$", text, re.MULTILINE)
     return [name for line in copies for name in line.split()]
 
 
