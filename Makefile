@@ -102,7 +102,8 @@ docs-reference: setup
 SANITIZED := build/sanitized
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
 PRELOADED := libasan.so libubsan.so libstdc++.so.6
-KERNEL_TESTS := $(addprefix tests/engine/test_,kernel_arguments.py kernel_attention.py gemm.py coded_weight.py fused_ops.py step_batch.py) tests/engine/fused_layer
+KERNEL_TESTS := $(addprefix tests/engine/test_,kernel_arguments.py kernel_attention.py kv_dtype.py gemm.py coded_weight.py fused_ops.py \
+    step_batch.py adapter_bits.py) $(addprefix tests/engine/,fused_layer sampler)
 
 # No leak check: Python never frees all of its objects, and torch's libraries do not support it. The extension
 # is optional in setup.py, so this target checks that it was built.

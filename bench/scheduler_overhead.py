@@ -58,6 +58,7 @@ class NullDevice:
     eos_token_ids: frozenset[int] = frozenset()
     layout_hash = "null"
     equal_bits = True
+    quantization = None
     costs = StepCostModel()
     adapters = FakeAdapters()
     windows = (FULL,)

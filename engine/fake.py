@@ -104,6 +104,7 @@ class FakeDevice:
         self.block_bytes = block_size * SLOT_BYTES
         self.layout_hash = f"fake-{block_size}-{vocab_size}" + (f"-{self.windows}" if self.windows != (FULL,) else "")
         self.equal_bits = True
+        self.quantization: str | None = None
         self.costs = StepCostModel()
         self.adapters = FakeAdapters()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))

@@ -46,7 +46,8 @@ def load(
         return checkpoint.layout_hash(weights, layout, context_length, dtypes, backend.identity)
 
     check_files = partial(weights.check_unchanged, source.name)
-    read = ReadModel(model, source.name, context_length, layout_hash, check_files)
+    quantization = config.quantize or source.weight_format.quantization
+    read = ReadModel(model, source.name, context_length, layout_hash, check_files, quantization)
     return make_device(read, config, backend, progress)
 
 

@@ -240,6 +240,11 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
+    def quantization(self) -> str | None:
+        """Quantization of most weights: int8, int4, fp8 or None."""
+        ...
+
+    @property
     def costs(self) -> StepCostModel: ...
 
     def memory(self) -> DeviceMemory | None:

@@ -92,6 +92,7 @@ class EngineHost:
         self.address = identity.address
         self.adapters, self.adapter_digests = identity.adapters, device.adapters
         self.layout_hash, self.equal_bits = short_layout_hash(device.layout_hash), device.equal_bits
+        self.quantization = device.quantization or ""
         self.context_length = engine.limits.context_length
         self.max_running = engine.limits.max_running
         self.step_costs = device.costs

@@ -253,6 +253,7 @@ class Worker:
                 step_us_per_sequence=(host.step_costs.token + host.step_costs.logits) * 1e6,
             ),
             equal_bits=host.equal_bits,
+            quantization=host.quantization,
             adapters=host.adapters,
         )
         self.is_announced = True

@@ -79,7 +79,7 @@ class WorkerSettings(MemberSettings):
     )
     quantize: Literal["int8", "int4"] | None = Field(
         default=None,
-        description="on a CPU: quantize linear layers and the head while they are loaded; int8: a scale for "
+        description="quantize linear layers and the head while they are loaded; int8: a scale for "
         "each output; int4: one for each 64 inputs, with an int8 head; unset: as the checkpoint has them",
     )
     adapters: tuple[str, ...] = Field(

@@ -13,17 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
 from bench.gpu import ceilings
+from bench.gpu.coded_works import coded
 from bench.gpu.kernel_works import TINY, Kernels, Make, Shape
 from bench.gpu.rows import FAILURES, free_memory
 from bench.gpu.timing import microseconds
 from bench.options import add_json, write_result
 from decant.engine.library_errors import triton_errors
 
-SECTIONS = ("decode", "chunk", "skinny", "products", "elementwise", "draw")
+SECTIONS = ("decode", "chunk", "skinny", "products", "elementwise", "draw", "coded")
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Report:
         self._add(Timed("product", None, tflop_s=self._rate / 1e12, share=1.0))
 
     def run(self, sections: Sequence[str]) -> None:
+        works = self._kernels.sections() | {"coded": partial(coded, self._kernels)}
         for section in sections:
-            for make in self._kernels.sections()[section]():
+            for make in works[section]():
                 if time.monotonic() > self._ends:
                     self._add(Timed(f"{section}, the rest", None, why="time is over"))
                     break

@@ -89,12 +89,13 @@ class Checkpoint:
         Other quantized weights, such as those of experts, are dequantized.
 
         With ``load_to_device``, if accelerate is installed and there are no such towers, each tensor goes to the device
-        as it is read. Else the model is in the host's memory first, as mapped files or as a copy in another dtype.
+        as it is read, unless some stay quantized. Else the model is in the host's memory first, as mapped files or as a
+        copy in another dtype.
         """
-        is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
-        placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
         with refuse_model_on_error(self.name, "transformers can't load it"):
             model_class, source, coded = self._source(dtype, keep_codes)
+            is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config) and not coded
+            placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
             loaded: Any = model_class.from_pretrained(
                 **source,
                 **placed,

@@ -20,7 +20,7 @@ class CodedLinear(nn.Module):
         self.weight = torch.empty(source.shape, dtype=dtype, device="meta")  # for callers that look at its shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        codes, (outputs, inner) = self.source.codes(), self.source.shape
+        codes, (outputs, inner) = self.source.codes().to(x.device), self.source.shape
         step = max(1, PIECE // inner)
         parts = [
             nn.functional.linear(x, codes.dequantize(x.dtype, first, first + step).to(x.dtype))

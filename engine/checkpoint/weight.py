@@ -67,7 +67,7 @@ class Codes:
             raise ValueError(f"a zero point is {int(self.zeros.max())}, and codes end at 15")
         if self.kind is CodeKind.FP8 and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
             raise ValueError("a number is not a number")
-        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(inner)):
+        if self.order is not None and not _is_permutation(self.order, inner):
             raise ValueError("the order of its inputs is not a permutation")
 
     @property
@@ -82,6 +82,11 @@ class Codes:
     def in_order(self) -> Codes:
         """Return the same codes for rows that are in ``order`` already."""
         return replace(self, order=None)
+
+    def to(self, device: torch.device) -> Codes:
+        zeros, order, mins = (None if each is None else each.to(device) for each in (self.zeros, self.order, self.mins))
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, order=order, mins=mins)
 
     def padded(self, outputs: int) -> Codes:
         """Return the codes with further outputs, up to ``outputs``, whose numbers are not defined."""
@@ -116,6 +121,10 @@ class Codes:
         if len(each) == 1:
             return each.T
         return each.T.repeat_interleave(self.group, 1)[:, :inner]
+
+
+def _is_permutation(order: torch.Tensor, count: int) -> bool:
+    return torch.equal(order.sort().values, torch.arange(count, device=order.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 from array import array
@@ -13,6 +14,7 @@ from triton.errors import TritonError
 
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.attention import TILE, TritonAttention
+from decant.engine.cuda.coded_product import CodedProduct, replace_coded
 from decant.engine.cuda.exact import make_exact
 from decant.engine.cuda.graph_sizes import GraphLimits, mixed_tokens
 from decant.engine.cuda.kv_store import CudaKvStore
@@ -40,6 +42,8 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
 """Largest difference in a trial, relative to the norm of torch's result."""
 
 PARTS = ("attention", "layers", "sampling")
+CODED = "quantized weights"
+"""Part of a model that has some."""
 
 TRIAL_SPANS = ((0, 5), (18, 19), (2, 4), (133, 135), (140, 141))
 """First and last + 1 position of a trial's rows. The last two have more keys than a tile, and than an item."""
@@ -72,6 +76,7 @@ class CudaBackend(TorchBackend):
     With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
     """
 
+    keeps_codes = True
     block_size = TILE  # the keys of a tile are in one block
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
@@ -79,12 +84,14 @@ class CudaBackend(TorchBackend):
         self.sampler: Sampler = TritonSampler()
         self._fallbacks: dict[str, str] = {}
         self._torch_attends: dict[torch.dtype, str] = {}  # why; the load's comparison is in float32 always
+        self._has_codes = False
         self._dtype: torch.dtype | None = None  # as served, once it is known
         self.exact = model_backend.PARTS if exact else frozenset()
 
     @property
     def kind(self) -> str:
-        parts = [part for part in PARTS if part not in self.fallbacks] + ["exact products"] * bool(self.exact)
+        parts = [part for part in PARTS if part not in self.fallbacks]
+        parts += [CODED] * self._has_codes + ["exact products"] * bool(self.exact)
         return f"{super().kind}, triton {triton.__version__}: {', '.join(parts)}"
 
     @property
@@ -97,6 +104,7 @@ class CudaBackend(TorchBackend):
         self._dtype, sampler = dtype, self.sampler
         assert isinstance(sampler, TritonSampler)
         with self.around_step():
+            self._note(CODED, self._replace_coded(model, dtype))
             if dtype not in self._torch_attends:  # a fused layer needs it
                 self._note("layers", _tried("layers", partial(_try_layers, model, dtype)))
             self._note("sampling", _tried("sampling", partial(try_sampler, sampler, self.device)))
@@ -104,6 +112,12 @@ class CudaBackend(TorchBackend):
                 self.sampler = Sampler()
             if self.exact:
                 make_exact(model, dtype)
+
+    def _replace_coded(self, model: torch.nn.Module, dtype: torch.dtype) -> str | None:
+        tried = partial(_tried, CODED)
+        reason = replace_coded(model, dtype, self.device, tried, is_exact=bool(self.exact))
+        self._has_codes = any(isinstance(module, CodedProduct) for module in model.modules())
+        return reason
 
     def _note(self, part: str, reason: str | None) -> None:
         if reason is not None:
@@ -132,7 +146,7 @@ class CudaBackend(TorchBackend):
             return super().make_runner(model, store, layer_windows, limits)
         runner = CudaRunner(model, store, layer_windows, limits.eos_token_ids, self, bool(self.exact))
         if self.device.type == "cuda":
-            weights = sum(parameter.nbytes for parameter in model.parameters())
+            weights = sum(each.nbytes for each in itertools.chain(model.parameters(), model.buffers()))
             runner.capture(limits.context_length, GraphLimits(tokens=mixed_tokens(weights)))
         return runner
 

@@ -1,7 +1,7 @@
 """The option ``exact``: every operation of a model gives a row the same bits in any batch.
 
 Replaces linear layers and norms, whose sums torch orders by the shape of the batch. A model with parameters in
-other modules, except embeddings, is refused: their sums are unknown.
+other modules, except embeddings, is refused: their sums are unknown. Products of quantized weights are exact already.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
             raise InvalidConfig("exact", "off for a model with other parts than linear layers and RMS norms", name)
         replaced.append((module, exact))
     layers = [module.forward for module in model.modules() if isinstance(module.forward, TritonLayer)]
-    replaced += [(linear, ExactLinear(linear)) for layer in layers for linear in layer.merged]
+    merged = [linear for layer in layers for linear in layer.merged]
+    replaced += [(linear, ExactLinear(linear)) for linear in merged if isinstance(linear, nn.Linear)]
     for module, forward in replaced:
         module.forward = forward

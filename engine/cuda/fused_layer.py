@@ -18,6 +18,7 @@ from torch import nn
 
 from decant.engine.cuda import layer_kernels as kernels
 from decant.engine.cuda.attention import TILE, TritonAttention, power_of_two
+from decant.engine.cuda.coded_product import CodedProduct, merge_products
 from decant.engine.cuda.dependent_launch import dependent_options
 from decant.engine.cuda.rotary import try_rotary
 from decant.engine.cuda.skinny import is_skinny, multiply
@@ -36,6 +37,8 @@ TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Relative to the norm of what the layer adds to a row."""
 
 TRIAL_SCALES = (1e-2, 0.1, 1.0)
+
+Linear = nn.Linear | CodedProduct
 
 
 class Norm(NamedTuple):
@@ -113,7 +116,7 @@ class TritonLayer(FusedLayer[TritonAttention]):
         self._call = call._replace(query=call.query[:, :, :0], key=call.key[:, :, :0], value=call.value[:, :, :0])
 
     @property
-    def merged(self) -> tuple[nn.Linear, nn.Linear]:
+    def merged(self) -> tuple[Linear, Linear]:
         """Products that are no modules of the model."""
         return self._parts.qkv, self._parts.gate_up
 
@@ -136,23 +139,26 @@ class TritonLayer(FusedLayer[TritonAttention]):
         return _add_product(total, parts.down, _gated_product(parts.gate_up, normalized))[None]
 
 
-def _product(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    if is_skinny(linear, rows):
+def _product(linear: Linear, rows: torch.Tensor) -> torch.Tensor:
+    if isinstance(linear, nn.Linear) and is_skinny(linear, rows):
         return multiply(linear, rows)
     product: torch.Tensor = linear(rows)
     return product
 
 
-def _gated_product(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    return multiply(linear, rows, is_gated=True) if is_skinny(linear, rows) else gated(linear(rows))
+def _gated_product(linear: Linear, rows: torch.Tensor) -> torch.Tensor:
+    if isinstance(linear, nn.Linear) and is_skinny(linear, rows):
+        return multiply(linear, rows, is_gated=True)
+    return gated(linear(rows))
 
 
-def _add_product(total: torch.Tensor, linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+def _add_product(total: torch.Tensor, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
     """total + linear(rows), which may change the total."""
-    if is_skinny(linear, rows):
-        return multiply(linear, rows, total)
-    if _adds(linear):
-        return total.addmm_(rows, linear.weight.t())
+    if isinstance(linear, nn.Linear):
+        if is_skinny(linear, rows):
+            return multiply(linear, rows, total)
+        if _adds(linear):
+            return total.addmm_(rows, linear.weight.t())
     product: torch.Tensor = linear(rows)
     return total + product
 
@@ -183,11 +189,25 @@ class Parts:
         if any(count % self.width for count in outputs) or gate.out_features != up.out_features:
             raise LookupError("heads of different widths, or other products")
         self.heads = [count // self.width for count in outputs]
-        self.qkv, self.gate_up = merge_linears((query, key, value)), merge_linears((gate, up))
+        self.qkv, self.gate_up = _merged((query, key, value)), _merged((gate, up))
+
+    @property
+    def device(self) -> torch.device:
+        before = self.norms[0]
+        assert before is not None
+        return before.weight.device
 
     @property
     def spec(self) -> LayerSpec:
         return LayerSpec(self.heads[1], self.width, self.width)
+
+
+def _merged(parts: Sequence[Linear]) -> Linear:
+    linears = [part for part in parts if isinstance(part, nn.Linear)]
+    products = [part for part in parts if isinstance(part, CodedProduct)]
+    if linears and products:
+        raise LookupError("products of different kinds")
+    return merge_linears(linears) if linears else merge_products(products)
 
 
 @torch.inference_mode(False)
@@ -220,10 +240,10 @@ def find_norm(part: nn.Module | None) -> Norm | None:
     return Norm(own["weight"].detach().contiguous(), eps)
 
 
-def _linear(part: nn.Module) -> nn.Linear:
-    if type(part) is not nn.Linear:
-        raise LookupError("another kind of linear layer")
-    return part
+def _linear(part: nn.Module) -> Linear:
+    if isinstance(part, CodedProduct) or type(part) is nn.Linear:
+        return part
+    raise LookupError("another kind of linear layer")
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> int:
@@ -246,7 +266,7 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> TritonLayer | None:
-    trial = Trial(TRIAL_SCALES, parts.hidden, parts.spec, TritonAttention, dtype, parts.qkv.weight.device)
+    trial = Trial(TRIAL_SCALES, parts.hidden, parts.spec, TritonAttention, dtype, parts.device)
     trial.block_size = TILE  # a model with blocks of another size compiles again
     tolerance = TOLERANCE[dtype]
 

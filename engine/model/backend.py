@@ -47,7 +47,7 @@ class Backend(Protocol):
 
     @property
     def loads_to_device(self) -> bool:
-        """Whether a load puts each weight on the device as it is read."""
+        """Whether a load puts each plain weight on the device as it is read."""
         ...
 
     @property

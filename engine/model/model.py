@@ -100,6 +100,7 @@ class ModelDevice:
     vocab_size: int
     eos_token_ids: frozenset[int]
     layout_hash: str
+    quantization: str | None
     equal_bits: bool
     probe_result: ProbeResult
     backend: Backend
@@ -169,8 +170,9 @@ def _await(result: Callable[[], StepResult]) -> StepResult:
 class ReadModel:
     """A model with its weights on the device.
 
-    layout_hash  a device's ``layout_hash``, given its ``KvLayout``
-    check_files  raises ModelRefused if the files that the weights are mapped from have changed
+    layout_hash   a device's ``layout_hash``, given its ``KvLayout``
+    check_files   raises ModelRefused if the files that the weights are mapped from have changed
+    quantization  of most weights
     """
 
     model: PreTrainedModel
@@ -178,6 +180,7 @@ class ReadModel:
     context_length: int
     layout_hash: Callable[[KvLayout], str]
     check_files: Callable[[], object] = lambda: None
+    quantization: str | None = None
 
 
 @translate_device_errors()
@@ -223,6 +226,7 @@ def make_device(
         vocab_size=vocab_size,
         eos_token_ids=eos,
         layout_hash=read.layout_hash(layout),
+        quantization=read.quantization,
         equal_bits=backend.exact >= PARTS,
         probe_result=ProbeResult(exact, difference),
         backend=backend,

@@ -169,6 +169,7 @@ class InferenceService:
                 for adapter in self._registry.adapters(model.id).values()
             ],
             reasoning_format=model.reasoning.form.name if model.reasoning is not None else "",
+            quantization=self._registry.quantization(model.id),
         )
 
     @authenticated

@@ -163,6 +163,9 @@ class RequestRegistry:
     def max_context_length(self, model: str) -> int | None:
         return self._router.pool.max_context_length(model)
 
+    def quantization(self, model: str) -> str:
+        return self._router.pool.quantization(model)
+
     def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
         """Adapters that can be used now, by name."""
         return self._router.pool.adapters(model)

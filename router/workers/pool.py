@@ -118,6 +118,11 @@ class WorkerPool:
         usable = [worker for worker in self.of(model) if worker.is_usable]
         return min((worker.registration.capacity.max_context_length for worker in usable), default=None)
 
+    def quantization(self, model: str) -> str:
+        """Quantization of the usable workers' weights; empty if there is none, or if they differ."""
+        found = {worker.registration.quantization for worker in self.of(model) if worker.is_usable}
+        return found.pop() if len(found) == 1 else ""
+
     def has_usable(self, model: str, needs: Needs = NO_NEEDS) -> bool:
         return any(worker.is_usable and worker.meets(needs) for worker in self.of(model))
 

@@ -106,4 +106,6 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not [row for row in rows if row["why"]]
     assert all(row["share"] > 0 for row in rows)
     names = " ".join(row["name"] for row in rows)
-    assert all(part in names for part in ("attend 1x", "prompt", "torch down", "exact down", "rotate", "draw"))
+    assert all(
+        part in names for part in ("attend 1x", "prompt", "torch down", "exact down", "rotate", "draw", "fp8 gate")
+    )

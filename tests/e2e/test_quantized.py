@@ -17,6 +17,7 @@ from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
+from decant.protos.inference_pb2 import GetModelRequest
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.model_files import local_folder
 from tests import gguf_files
@@ -61,6 +62,7 @@ async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split
         async with channel:
             answer = await ask(stub, generate_request(PROMPT, max_tokens=8))
             assert answer.receipt.handoff_bytes > 0
+            assert (await stub.GetModel(GetModelRequest())).quantization == "int4"
             expected = await asyncio.to_thread(alone)
             assert len(expected) == TOKENS
             assert expected[:8] == answer.ids

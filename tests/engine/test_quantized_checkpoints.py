@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,10 @@ def weights(folder: Path) -> dict[str, Weight]:
     return {name: each for name, each in opened.items() if isinstance(each, Weight)}
 
 
-def generated(device: ModelDevice) -> list[int]:
+def generated(device: ModelDevice, before: Sequence[int] = ()) -> list[int]:
+    """Twelve tokens, of which those ``before`` are part of the prompt."""
     engine = Engine(device, Limits(context_length=64))
-    return tiny.run(engine, [tiny.greedy("r", [5, 6, 7, 8], 12)]).tokens["r"]
+    return tiny.run(engine, [tiny.greedy("r", [5, 6, 7, 8, *before], 12 - len(before))]).tokens["r"]
 
 
 @every_layout
@@ -67,7 +68,9 @@ def test_a_model_generates_what_its_dequantized_weights_generate(name: str, tmp_
     device = serve(folder)
     assert device.probe_result.exact
     assert device.equal_bits
+    assert device.quantization == checkpoints.open(str(folder)).weight_format.quantization is not None
     tokens, layout_hash = generated(device), device.layout_hash
+    assert generated(device, tokens[:5]) == tokens[5:], "another worker continues from the tokens alone"
     quantized.dequantize(folder, model)
     plain = serve(folder)
     assert generated(plain) == tokens
@@ -93,6 +96,16 @@ def test_experts_are_dequantized_and_other_layers_stay_quantized(tmp_path: Path)
     tokens = generated(serve(folder))
     quantized.dequantize(folder, model)
     assert generated(serve(folder)) == tokens
+
+
+@pytest.mark.slow
+def test_products_that_are_one_matrix_in_the_files_stay_quantized(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "phi3", sliding_window=None)
+    quantized.quantize(folder, quantized.gptq())
+    read = checkpoints.open(str(folder)).read(torch.float32, torch.device("cpu"), keep_codes=True)
+    coded = {name.rpartition(".")[2] for name, module in read.named_modules() if isinstance(module, CodedLinear)}
+    assert coded == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert serve(folder).probe_result.exact
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -209,6 +222,7 @@ def test_a_model_is_quantized_while_it_is_loaded(to: str, tmp_path: Path) -> Non
     device, plain = serve(folder, quantize=to), serve(folder)
     assert device.probe_result.exact
     assert device.layout_hash != plain.layout_hash
+    assert (device.quantization, plain.quantization) == (to, None)
     assert device.backend.fused_layers(device.model) == plain.backend.fused_layers(plain.model)
     assert len(generated(device)) == 12
 

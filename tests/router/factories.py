@@ -157,6 +157,9 @@ class ScriptedRegistry:
     def max_context_length(self, model: str) -> int | None:
         return self.context_length
 
+    def quantization(self, model: str) -> str:
+        return "int4"
+
     def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
         return {adapter.name: adapter for adapter in self.known_adapters}
 

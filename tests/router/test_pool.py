@@ -256,6 +256,19 @@ async def test_the_context_length_is_the_shortest_of_usable_workers(store: Store
             await until(lambda: harness.requests.max_context_length("m") == 2048)
 
 
+async def test_the_quantization_is_that_of_all_usable_workers(store: Store) -> None:
+    async with fleet(D, D2) as workers:
+        for worker in workers:
+            worker.registration.quantization = "int4"
+        async with core(store, workers) as harness:
+            assert harness.requests.quantization("m") == "int4"
+            assert harness.requests.quantization("another") == ""
+            for handle in harness.router.pool.of("m"):
+                handle.registration.quantization = "int8"
+                break
+            assert harness.requests.quantization("m") == ""
+
+
 async def test_simultaneous_requests_are_spread_over_workers(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as harness:
         for worker in workers:

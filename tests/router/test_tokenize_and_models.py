@@ -117,6 +117,7 @@ async def test_list_models_and_get_model_describe_the_served_models():
         assert (listed[0].max_context_length, listed[0].max_output_tokens) == (2048, 2047)
         assert (listed[0].vocab_size, list(listed[0].eos_token_ids)) == (4096, [1])
         assert (listed[1].max_context_length, listed[1].max_output_tokens) == (0, 0)
+        assert listed[0].quantization == "int4"
         s.requests.context_length = 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="open"))).max_context_length == 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"))).max_context_length == 512

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from decant.engine.cuda import attention, dependent_launch, exact, fused_layer, sampler, skinny
+from decant.engine.cuda import (
+    attention,
+    coded_kernels,
+    coded_product,
+    dependent_launch,
+    exact,
+    fused_layer,
+    sampler,
+    skinny,
+)
 from decant.engine.cuda.attention import LaunchShape
 from decant.engine.kv_layout import LayerSpec
 
@@ -114,6 +123,26 @@ def product_shapes() -> dict[str, Kernel]:
     }
 
 
+def coded_product_shapes() -> dict[str, Kernel]:
+    int8, int4, fp8 = (kind.value for kind in (coded_kernels.INT8, coded_kernels.INT4, coded_kernels.FP8))
+    off = dict.fromkeys(("ZEROS", "MINS", "BIAS", "WHOLE"), False)
+    kernels: dict[str, Kernel] = {}
+    for name, code, scale, shape, changes in (
+        ("int8", "*i8", "*fp16", coded_product.MANY, {"KIND": int8, "WHOLE": True, "BIAS": True}),
+        ("int4", "*u8", "*fp16", coded_product.MANY, {"KIND": int4, "ZEROS": True}),
+        ("int4 of few rows", "*u8", "*fp16", coded_product.FEW, {"KIND": int4, "ZEROS": True}),
+        ("int4 with minima", "*u8", "*fp32", coded_product.FEW, {"KIND": int4, "MINS": True, "TILE_DEPTH": 32}),
+        ("int4 exact", "*u8", "*fp16", coded_product.EXACT, {"KIND": int4, "ZEROS": True}),
+        ("fp8 of few rows", "*u8", "*fp32", coded_product.FEW, {"KIND": fp8}),
+    ):
+        tiles = {"TILE_ROWS": shape.rows, "TILE_COLUMNS": shape.columns, "TILE_DEPTH": coded_product.DEEPEST}
+        zeros = "*u8" if changes.get("ZEROS") else scale
+        types = f"*bf16 {code} {scale} {zeros} {'*fp32' if changes.get('MINS') else scale} *bf16 *bf16{' i32' * 7}"
+        options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+        kernels[f"multiply_codes {name}"] = "coded_kernels.multiply_codes", types, off | tiles | changes, options
+    return kernels
+
+
 def sampler_shapes() -> dict[str, Kernel]:
     return {
         "top_token": (
@@ -162,7 +191,7 @@ def attention_shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
 
 def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
     """Return kernels in shapes of Llama-3.1-8B, then with other heads."""
-    kernels = layer_shapes() | product_shapes() | sampler_shapes()
+    kernels = layer_shapes() | product_shapes() | coded_product_shapes() | sampler_shapes()
     if capability >= dependent_launch.LEAST_CAPABILITY:
         for name in ("add_rms_norm", "multiply_row", "multiply_rows"):
             place, types, constants, options = kernels[name]

@@ -53,6 +53,7 @@ def test_weights_of_merged_products_are_held_once_and_serve_the_original_layer(t
     for linear, one in zip(linears, expected, strict=True):
         torch.testing.assert_close(linear(hidden), one)
     for merged, parts in ((qkv, linears), (gate_up, [layer.mlp.gate_proj, layer.mlp.up_proj])):
+        assert isinstance(merged, nn.Linear)
         assert {part.weight.untyped_storage().data_ptr() for part in parts} == {
             merged.weight.untyped_storage().data_ptr()
         }

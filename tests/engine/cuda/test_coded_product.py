@@ -1,0 +1,222 @@
+"""Products of quantized weights against float64, in triton's interpreter if there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from decant.engine.checkpoint.coded_linear import CodedLinear
+from decant.engine.checkpoint.weight import CodeKind, Codes, Weight
+from decant.engine.cuda import backend as cuda_backend
+from decant.engine.cuda import coded_product
+from decant.engine.cuda.coded_product import CodedProduct, TileShape, merge_products, replace_coded, tile_depth
+from decant.engine.cuda.fused_layer import TritonLayer
+from decant.engine.engine import Engine
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
+from decant.engine.scheduler import Limits
+from tests import gpu
+from tests.engine import quantized, tiny
+from tests.engine.cuda.test_backend import InterpretedBackend, shorten_trials
+from tests.engine.quantized import LAYOUTS
+from tests.engine.test_coded_weight import make_codes
+
+DEVICE = torch.device(gpu.device_type())
+
+CASES: dict[str, Callable[[], Codes]] = {
+    "int8": lambda: make_codes(CodeKind.INT8, 37, 200, 200),
+    "int8-groups": lambda: make_codes(CodeKind.INT8, 16, 150, 32, has_half_scales=False),
+    "int8-mins": lambda: make_codes(CodeKind.INT8, 16, 96, 16, has_mins=True),
+    "int4": lambda: make_codes(CodeKind.INT4, 37, 200, 200),
+    "int4-groups": lambda: make_codes(CodeKind.INT4, 20, 300, 64),
+    "int4-zeros": lambda: make_codes(CodeKind.INT4, 20, 90, 32, has_zeros=True),
+    "int4-zeros-whole": lambda: make_codes(CodeKind.INT4, 20, 90, 90, has_zeros=True),
+    "int4-mins": lambda: make_codes(CodeKind.INT4, 20, 130, 32, has_mins=True),
+    "fp8": lambda: make_codes(CodeKind.FP8, 37, 200, 200, has_half_scales=False),
+    "fp8-blocks": lambda: make_codes(CodeKind.FP8, 20, 260, 128),
+}
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded_product, "MANY", TileShape(32, 32, 4, 3))
+    monkeypatch.setattr(coded_product, "EXACT", TileShape(16, 32, 4, 3))
+
+
+def product_of(codes: Codes, dtype: torch.dtype, bias: torch.Tensor | None = None, **options: Any) -> CodedProduct:
+    return CodedProduct(codes, bias, dtype, DEVICE, **{"is_exact": False, **options})
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0])).to(DEVICE, dtype)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 19])
+def test_a_product_is_that_of_the_float64_weight_up_to_rounding(case: str, dtype: torch.dtype, rows: int) -> None:
+    codes = CASES[case]()
+    outputs, inner = codes.shape
+    bias = random(outputs, dtype=dtype)
+    wide = torch.full((1, rows, inner + 8), float("nan"), device=DEVICE, dtype=dtype)
+    wide[..., :inner] = random(rows, inner, dtype=dtype)
+    x = wide[..., :inner]
+    found = product_of(codes, dtype, bias)(x)
+    assert found.shape == (1, rows, outputs)
+    weight = codes.dequantize(torch.float64).to(DEVICE)
+    exact, sizes = (weight @ x[0].double().T).T + bias.double(), (weight.abs() @ x[0].double().abs().T).T + 1
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-23  # the interpreter cuts the bits that bfloat16 lacks
+    assert bool(((found[0].double() - exact).abs() <= rounding * exact.abs() + 2.0**-19 * sizes).all())
+
+
+def test_rows_in_activation_order_are_multiplied_with_their_own_columns() -> None:
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    plain = make_codes(CodeKind.INT4, 16, 64, 32, has_zeros=True)
+    codes = Codes(plain.kind, plain.codes, plain.scales, plain.group, plain.zeros, order)
+    x = random(3, 64, dtype=torch.float32)
+    expected = x.double() @ codes.dequantize(torch.float64).to(DEVICE).T
+    torch.testing.assert_close(product_of(codes, torch.float32)(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CodeKind)
+def test_every_code_is_its_number(kind: CodeKind) -> None:
+    every = torch.arange(256).to(torch.uint8)[:, None].expand(256, 16).contiguous()
+    match kind:
+        case CodeKind.INT8:
+            numbers = every.view(torch.int8)
+        case CodeKind.INT4:
+            numbers = every % 16
+        case CodeKind.FP8:
+            numbers = torch.where(every & 127 == 127, 0, every).view(torch.float8_e4m3fn)
+    codes = Codes(kind, numbers, torch.ones(1, 256), 16)
+    found = product_of(codes, torch.bfloat16)(torch.eye(16, device=DEVICE).bfloat16())
+    assert torch.equal(found.T.float().cpu(), codes.dequantize(torch.float32))
+
+
+@every_case
+def test_a_row_has_the_same_bits_in_any_batch(case: str) -> None:
+    codes = CASES[case]()
+    product, rows = product_of(codes, torch.bfloat16, is_exact=True), random(35, codes.shape[1])
+    together = product(rows)
+    for chosen in ([3], [34, 3], [*range(16), 33, 3]):
+        assert torch.equal(product(rows[chosen]), together[chosen])
+    assert product(rows[:0]).shape == (0, codes.shape[0])
+
+
+def test_codes_take_the_memory_of_their_bits() -> None:
+    for kind, most in ((CodeKind.INT8, 1.01), (CodeKind.FP8, 1.01), (CodeKind.INT4, 0.54)):
+        product = product_of(make_codes(kind, 256, 640, 64 if kind is CodeKind.INT4 else 640), torch.bfloat16)
+        assert sum(each.nbytes for each in product.buffers()) < most * 256 * 640
+
+
+def test_merged_products_hold_their_codes_once_and_keep_their_outputs() -> None:
+    parts = [
+        product_of(make_codes(CodeKind.INT4, outputs, 96, 32, has_zeros=True), torch.float32, random(outputs).float())
+        for outputs in (16, 32)
+    ]
+    x = random(3, 96, dtype=torch.float32)
+    expected = torch.cat([part(x) for part in parts], 1)
+    merged = merge_products(parts)
+    assert torch.equal(merged(x), expected)
+    assert torch.equal(torch.cat([part(x) for part in parts], 1), expected)
+    for name, buffer in merged.named_buffers():
+        assert {getattr(part, name).untyped_storage().data_ptr() for part in parts} == {
+            buffer.untyped_storage().data_ptr()
+        }
+
+
+def test_products_of_different_kinds_or_orders_are_not_merged() -> None:
+    codes = make_codes(CodeKind.INT4, 16, 64, 32)
+    reversed_order = Codes(codes.kind, codes.codes, codes.scales, 32, None, torch.arange(63, -1, -1))
+    shuffled = Codes(codes.kind, codes.codes, codes.scales, 32, None, torch.arange(64).roll(1))
+    for one, other in ((codes, make_codes(CodeKind.INT8, 16, 64, 32)), (reversed_order, shuffled)):
+        with pytest.raises(LookupError, match="different kinds"):
+            merge_products([product_of(one, torch.float32), product_of(other, torch.float32)])
+
+
+@pytest.mark.parametrize(
+    ("inner", "group", "depth"), [(128, 128, 64), (30, 30, 64), (96, 48, 16), (80, 40, 0), (90, 8, 0)]
+)
+def test_no_tile_has_inputs_of_two_groups(inner: int, group: int, depth: int) -> None:
+    assert tile_depth(inner, group) == depth
+
+
+def coded_model(*all_codes: Codes) -> nn.Sequential:
+    weights = [Weight("x", (each.shape[0], each.shape[1]), each.kind, 1, each.in_order) for each in all_codes]
+    return nn.Sequential(*(CodedLinear(weight, None, torch.float32) for weight in weights)).to(DEVICE)
+
+
+def test_a_weight_whose_groups_the_kernel_does_not_take_is_dequantized() -> None:
+    odd = make_codes(CodeKind.INT4, 16, 80, 40)
+    model = coded_model(odd, make_codes(CodeKind.INT4, 16, 16, 16))
+    reason = replace_coded(model, torch.float32, DEVICE, lambda trial: trial(), is_exact=False)
+    assert reason is None
+    assert [type(module) for module in model] == [nn.Linear, CodedProduct]
+    assert torch.equal(model.get_parameter("0.weight").cpu(), odd.dequantize(torch.float32))
+
+
+def test_a_product_that_differs_from_torch_has_all_weights_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = coded_model(make_codes(CodeKind.INT8, 16, 32, 32), make_codes(CodeKind.INT4, 16, 16, 16))
+    launch = CodedProduct._launch
+
+    def wrong(self: CodedProduct, rows: torch.Tensor, out: torch.Tensor) -> None:
+        launch(self, rows, out)
+        out *= 1.0 + 0.1 * (self.layout.kind is CodeKind.INT4)
+
+    monkeypatch.setattr(CodedProduct, "_launch", wrong)
+    reason = replace_coded(model, torch.float32, DEVICE, lambda trial: trial(), is_exact=False)
+    assert reason is not None
+    assert "int4 weights differ from torch's by 0.1" in reason
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+
+
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch, *, exact: bool = False, **options: Any) -> ModelDevice:
+    shorten_trials(monkeypatch)
+    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:1])
+    settings = ModelConfig(str(folder), device=DEVICE.type, context_length=64, kv_bytes=1 << 20, exact=exact, **options)
+    return load(settings, backend=InterpretedBackend(DEVICE, exact=exact))
+
+
+def tokens_of(device: ModelDevice) -> list[int]:
+    return tiny.run(Engine(device, Limits(context_length=64)), [tiny.greedy("r", tiny.prompt(9, 1), 3)]).tokens["r"]
+
+
+def checkpoint(folder: Path) -> Path:
+    config = tiny.config("llama", num_attention_heads=2, num_key_value_heads=1)
+    config.num_hidden_layers = 1
+    return tiny.save(config, folder)
+
+
+@pytest.mark.slow
+def test_a_quantized_checkpoint_is_served_from_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path)
+    quantized.quantize(folder, LAYOUTS["gptq-4-64-act-order"])
+    device = served(folder, monkeypatch, dtype="float32")
+    assert isinstance(device.backend, cuda_backend.CudaBackend)
+    assert device.backend.fallbacks == {}
+    assert sum(isinstance(module, CodedProduct) for module in device.model.modules()) == 7
+    assert sum(isinstance(module.forward, TritonLayer) for module in device.model.modules()) == 1
+    settings = ModelConfig(str(folder), dtype="float32", device="cpu", context_length=64, kv_bytes=1 << 20)
+    assert tokens_of(device) == tokens_of(load(settings))
+
+
+@pytest.mark.slow
+def test_a_model_that_is_quantized_at_load_is_exact_by_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = served(checkpoint(tmp_path), monkeypatch, exact=True, dtype="bfloat16", quantize="int4")
+    assert device.equal_bits
+    assert device.probe_result.exact
+    assert sum(isinstance(module, CodedProduct) for module in device.model.modules()) == 8
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    kind: Any = cuda_backend.CudaBackend.kind
+    assert kind.fget(device.backend).endswith(": attention, layers, sampling, quantized weights, exact products")
