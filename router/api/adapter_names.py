@@ -15,10 +15,15 @@ class AdapterNames:
 
     def base_and_adapter(self, model: str, adapter: str, models: Models) -> tuple[str, str]:
         """Return the names of model and adapter for a request whose model may be an adapter's name."""
-        if not model or adapter or models.knows(model):
+        if not self.is_unknown(model, adapter, models):
             return model, adapter
         base = next((id for id in models.by_id if model in self._registry.adapters(id)), None)
         return (model, adapter) if base is None else (base, model)
+
+    @staticmethod
+    def is_unknown(model: str, adapter: str, models: Models) -> bool:
+        """Whether ``model`` names no model, and so perhaps an adapter."""
+        return bool(model) and not adapter and not models.knows(model)
 
     def digest(self, adapter: str, model: str) -> str:
         """Return the digest of the model's adapter with that name, empty for none. Raises NotFound."""

@@ -24,7 +24,7 @@ from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of,
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
 from decant.runtime.connections.channel import Deadline
-from decant.runtime.errors import ServiceError
+from decant.runtime.errors import NotFound, ServiceError
 from decant.runtime.serving.interceptor import ClientDisconnected
 from decant.runtime.telemetry import tracing
 from decant.runtime.telemetry.metrics import RequestMetrics
@@ -61,19 +61,19 @@ class GenerationCalls:
     async def begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
         """Validate and admit a request of the call's tenant. Raises what `validate` and `RequestRegistry.begin` do."""
         tenant, deadline = call.tenant, Deadline.of(call.context)
-        request = self._with_adapter_of_model(request, tenant.models)
-        served = tenant.models.find(request.model)
-        model = served.id
         # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
+        request = await self._with_adapter_of_model(request, key, tenant.models)
+        served = tenant.models.find(request.model)
+        model = served.id
         with self._count_refusals(model, tenant.name):
             least_tokens = least_prompt_tokens(request, served)
             await self._registry.wait_for_worker(key, model, least_tokens, deadline, call.send_acceptance)
             size = self._least_size(request, served)
             if size.prompt_tokens < self.context_length(served):  # a longer one is refused by its field below
                 await self._registry.check_load(key, model, size, request.priority, deadline)
-            adapter = self._adapters.digest(request.lora_name, model)
+            adapter = await self._adapter_of(request.lora_name, model, key)
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
             valid.engine_request.traceparent, valid.engine_request.adapter = span.traceparent, adapter
@@ -103,15 +103,35 @@ class GenerationCalls:
     def context_length(self, model: ServedModel) -> int:
         return context_length_of(model, self._registry.max_context_length) or ASSUMED_CONTEXT_LENGTH
 
-    def _with_adapter_of_model(self, request: pb.GenerateRequest, models: Models) -> pb.GenerateRequest:
+    async def _with_adapter_of_model(
+        self, request: pb.GenerateRequest, key: RequestKey, models: Models
+    ) -> pb.GenerateRequest:
         """Name the base and the adapter of a request whose model is an adapter's name."""
-        names = self._adapters.base_and_adapter(request.model, request.lora_name, models)
-        if names == (request.model, request.lora_name):
+        given = request.model, request.lora_name
+        names = self._adapters.base_and_adapter(*given, models)
+        if names == given and self._adapters.is_unknown(*names, models):
+            accepted = await self._registry.find_accepted(key)
+            if accepted is not None and accepted.adapter_name == request.model and accepted.model in models.by_id:
+                names = accepted.model, accepted.adapter_name
+        if names == given:
             return request
         named = pb.GenerateRequest()
         named.CopyFrom(request)
         named.model, named.lora_name = names
         return named
+
+    async def _adapter_of(self, name: str, model: str, key: RequestKey) -> str:
+        """Return the digest of the adapter with that name, empty for none. Raises NotFound.
+
+        A name that is gone stands for what it stood for when the request was accepted, if it was.
+        """
+        try:
+            return self._adapters.digest(name, model)
+        except NotFound:
+            accepted = await self._registry.find_accepted(key)
+            if accepted is None or accepted.adapter_name != name:
+                raise
+            return accepted.adapter
 
     def _least_size(self, request: pb.GenerateRequest, model: ServedModel) -> RequestSize:
         return least_size(request, least_prompt_tokens(request, model), self.context_length(model))

@@ -19,7 +19,6 @@ from decant.protos.inference_pb2 import Generation
 from decant.router.attempt.context import AttemptContext
 from decant.router.attempt.decode_leg import DecodeLeg
 from decant.router.attempt.failures import AttemptFailed, NoCapacity, NothingToFetch
-from decant.router.attempt.leg import Leg
 from decant.router.attempt.legs import Legs
 from decant.router.attempt.migration import Migration
 from decant.router.attempt.placement_search import CacheSearch, PromptSearch
@@ -126,7 +125,7 @@ class Attempt:
                 return await self._decode_started(self._start(worker))
             except NoCapacity as refusal:
                 holder = None
-                self._close_refused(refusal.leg)
+                self._close_refused(refusal)
 
     async def _split(self, worker: WorkerHandle) -> DecodeLeg | None:
         prefill = self._call_prefill(worker)
@@ -144,7 +143,7 @@ class Attempt:
             except NoCapacity as refusal:
                 if refusal.leg is prefill:
                     raise
-                self._close_refused(decode)
+                self._close_refused(refusal)
                 prefill.take_ticket_back()
             except NothingToFetch:
                 if prefill.is_over:
@@ -202,12 +201,12 @@ class Attempt:
         self._legs.add(leg)
         return leg
 
-    def _close_refused(self, leg: Leg) -> None:
-        leg.worker.load.mark_full()
+    def _close_refused(self, refusal: NoCapacity) -> None:
+        refusal.apply()
         if self._migration.source is not None:
             self._close_decode(self._migration.source)
-        if leg is self._prefill:
-            leg.close(None)
+        if refusal.leg is self._prefill:
+            refusal.leg.close(None)
             self._prefill = None
             self._recorder.assign_prefill(None)
 

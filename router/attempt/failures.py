@@ -4,6 +4,7 @@ cause                               the request                     faulty worke
 INVALID, NEVER_FITS                 InvalidArgument                 none
 UNSUPPORTED                         Unimplemented                   none
 BUSY, DRAINING                      another worker, same attempt    none, but no new work until its next load report
+UNKNOWN_ADAPTER                     another worker, same attempt    none, but no work with the adapter until listed
 DEADLINE                            DeadlineExceeded                none
 ID_REUSED                           AlreadyExists, or another worker if the store has the request; none
 others of _NO_FAULTY_WORKER         another attempt                 none
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from decant.router.attempt.leg import Leg
 
 RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
-"""The same attempt goes to another worker, or to this one later."""
+"""The same attempt goes to another worker, or to this one later, as after UNKNOWN_ADAPTER."""
 _NO_FAULTY_WORKER = frozenset(
     {
         wire.CAUSE_CANCELLED,
@@ -34,7 +35,6 @@ _NO_FAULTY_WORKER = frozenset(
         wire.CAUSE_ID_REUSED,
         wire.CAUSE_LAYOUT_DIFFERS,
         wire.CAUSE_SALT_DIFFERS,
-        wire.CAUSE_UNKNOWN_ADAPTER,
     }
 )
 
@@ -63,9 +63,17 @@ class NothingToFetch(AttemptFailed):
 
 
 class NoCapacity(Exception):
-    def __init__(self, leg: Leg) -> None:
+    """A worker took nothing. It is full, unless what the request needs is not there: it may take other requests."""
+
+    def __init__(self, leg: Leg, *, is_full: bool = True) -> None:
         super().__init__(f"{leg.worker.incarnation.id} has no capacity")
         self.leg = leg
+        self._is_full = is_full
+
+    def apply(self) -> None:
+        """Have the worker get no request before its next load report, if it is full."""
+        if self._is_full:
+            self.leg.worker.load.mark_full()
 
 
 class NoWorker(Exception):

@@ -75,7 +75,10 @@ class Leg(ABC):
     def _close(self, cancel: wire.Cancel | None) -> None: ...
 
     def on_refused(self, refused: wire.Refused) -> None:
-        if refused.failure.cause in RETRY_ELSEWHERE:
+        if refused.failure.cause == wire.CAUSE_UNKNOWN_ADAPTER:
+            self.worker.remove_adapter(self._context.needs.adapter)
+            self._fail(NoCapacity(self, is_full=False))
+        elif refused.failure.cause in RETRY_ELSEWHERE:
             self._fail(NoCapacity(self))
         else:
             self._fail(error_for(refused.failure, self.worker.incarnation))

@@ -66,7 +66,7 @@ class Migration:
         target.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
         failure, worker = target.failure, target.worker
         if isinstance(failure, NoCapacity):
-            worker.load.mark_full()
+            failure.apply()
             return
         if isinstance(failure, NothingToFetch):
             return  # the output whose KV was offered has ended: the source offers that of another one

@@ -298,8 +298,6 @@ class Execution:
         _log.warning("attempt failed", attempt=self.owned.attempt, error=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
             self._exclude_other_request()
-        if failure.cause == wire.CAUSE_UNKNOWN_ADAPTER:
-            context.excluded_workers.update(self.stream.trace.workers)
         if failed.faulty_worker is not None:
             context.excluded_workers.add(failed.faulty_worker)
             self._router.pool.record_failure(failed.faulty_worker)

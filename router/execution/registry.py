@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from typing import NamedTuple
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
@@ -26,6 +27,14 @@ from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest
 
 _log = logs.get(__name__)
+
+
+class AcceptedAdapter(NamedTuple):
+    """Model and adapter of an accepted request; the adapter's name may stand for another one now, or for none."""
+
+    model: str
+    adapter_name: str
+    adapter: str
 
 
 OnWaiting = Callable[[], Awaitable[None]]
@@ -169,6 +178,20 @@ class RequestRegistry:
     def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
         """Adapters that can be used now, by name."""
         return self._router.pool.adapters(model)
+
+    async def find_accepted(self, key: RequestKey) -> AcceptedAdapter | None:
+        """Return what a request with this id was accepted with; None if it is unknown here and in the store."""
+        if (execution := self.executions.find(key)) is not None:
+            request = execution.stream.request
+            accepted = request.engine_request
+            return AcceptedAdapter(accepted.model, request.payload.lora_name, accepted.adapter)
+        if not key.id or self._router.journal_writer.is_unavailable:
+            return None
+        try:
+            stored = await self._adoptions.read(key)
+        except ServiceError:
+            return None
+        return AcceptedAdapter(stored.record.model, stored.payload.lora_name, stored.record.adapter)
 
     def hold_quota(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Count a call that needs no worker as in flight during the block, which raises QuotaExceeded at its start."""

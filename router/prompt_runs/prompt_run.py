@@ -16,6 +16,10 @@ class WorkerFull(Exception):
     """The worker has no capacity, or drains: the prompt goes to another one, or there later."""
 
 
+class AdapterMissing(Exception):
+    """The worker does not have the adapter: the prompt goes to another one."""
+
+
 class ComputedPrompt:
     """What a worker reports about one prompt.
 
@@ -47,7 +51,7 @@ class PromptRun:
         self._call = PrefillCall(worker.prefill, request, self)
 
     async def result(self) -> ComputedPrompt:
-        """Raises WorkerFull, AttemptFailed, or a ServiceError that is final for the request."""
+        """Raises WorkerFull, AdapterMissing, AttemptFailed, or a ServiceError that is final for the request."""
         await self._ended
         return self._computed
 
@@ -90,7 +94,10 @@ class PromptRun:
         self._reservation.mark_prefilled()
 
     def on_refused(self, refused: wire.Refused) -> None:
-        if refused.failure.cause in RETRY_ELSEWHERE:
+        if refused.failure.cause == wire.CAUSE_UNKNOWN_ADAPTER:
+            self.worker.remove_adapter(self._request.adapter)
+            self._end(AdapterMissing())
+        elif refused.failure.cause in RETRY_ELSEWHERE:
             self._end(WorkerFull())
         else:
             self._end(error_for(refused.failure, self.worker.incarnation))

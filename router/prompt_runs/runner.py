@@ -17,7 +17,7 @@ from decant.router.admission.request_size import RequestSize
 from decant.router.attempt.failures import AttemptFailed, NoWorker
 from decant.router.execution.services import RouterServices
 from decant.router.placement.prefix_index import PromptBlocks
-from decant.router.prompt_runs.prompt_run import ComputedPrompt, PromptRun, WorkerFull
+from decant.router.prompt_runs.prompt_run import AdapterMissing, ComputedPrompt, PromptRun, WorkerFull
 from decant.router.prompt_runs.search import PromptWorkerSearch
 from decant.router.workers import turns
 from decant.router.workers.worker_handle import WorkerHandle
@@ -138,6 +138,8 @@ class PromptRunner:
                 computed = await run.result()
             except WorkerFull:
                 worker.load.mark_full()
+            except AdapterMissing:
+                continue
             except AttemptFailed as error:
                 failures += 1
                 failed.add(worker.incarnation)

@@ -63,6 +63,10 @@ class WorkerHandle:
             return False
         return not needs.adapter or any(adapter.digest == needs.adapter for adapter in self.adapters)
 
+    def remove_adapter(self, digest: str) -> None:
+        """Count on an adapter no more that the worker has refused, until the directory lists the worker again."""
+        self.adapters = [adapter for adapter in self.adapters if adapter.digest != digest]
+
     @property
     def is_avoided(self) -> bool:
         return self._avoided_until > 0 and asyncio.get_running_loop().time() < self._avoided_until

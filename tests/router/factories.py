@@ -15,6 +15,7 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
+from decant.router.execution.registry import AcceptedAdapter
 from decant.router.prompt_runs.prompt_run import ComputedPrompt
 from decant.router.prompt_runs.runner import PromptBatch
 from decant.router.request.output import Finish, Output
@@ -162,6 +163,12 @@ class ScriptedRegistry:
 
     def adapters(self, model: str) -> Mapping[str, wire.Adapter]:
         return {adapter.name: adapter for adapter in self.known_adapters}
+
+    async def find_accepted(self, key: RequestKey) -> AcceptedAdapter | None:
+        if (stream := self.known.get(key)) is None:
+            return None
+        accepted = stream.request.engine_request
+        return AcceptedAdapter(accepted.model, stream.request.payload.lora_name, accepted.adapter)
 
     async def wait_for_worker(
         self, key: RequestKey, model: str, prompt_tokens: int, deadline: Deadline, on_waiting: Any = None

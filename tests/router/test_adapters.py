@@ -11,6 +11,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.vllm import vllm_engine_pb2 as vllm
+from decant.router.execution.registry import AcceptedAdapter
 from decant.router.recovery.restore import make_request_restorer
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.served_model import Models
@@ -112,6 +113,38 @@ async def test_a_request_whose_adapter_was_removed_ends_with_a_typed_error(store
             assert str(stream.end) == "adapter: one of poet, got pirate"
 
 
+@pytest.mark.parametrize("roles", [[D], [P, D], [("d1", wire.ROLE_DECODE), D2, ("d3", wire.ROLE_DECODE), D]])
+async def test_a_request_whose_workers_have_all_dropped_its_adapter_is_not_found(
+    store: Store, roles: Sequence[tuple[str, wire.Role]]
+) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=0.05))
+    async with fleet(*roles) as workers:
+        for worker in workers:  # the directory does not know yet that they have dropped it
+            give(worker, OLD, POET)
+            worker.script.refuse = [wire.CAUSE_UNKNOWN_ADAPTER] * 100
+        async with core(store, workers, timings=timings) as harness:
+            stream = await harness.answer(adapted())
+            assert isinstance(stream.end, NotFound)
+            assert str(stream.end) == "adapter: one of poet, got pirate"
+            for worker in workers:
+                worker.script.refuse = []
+            other = await harness.answer(adapted("other", POET))
+            assert tokens_of(other) == answer(PROMPT, 5), "they still take requests without it"
+
+
+async def test_a_worker_with_an_adapter_that_it_refused_gets_its_requests_once_it_is_listed_again(store: Store) -> None:
+    async with fleet(D, P) as workers:
+        give(workers[0], OLD)
+        workers[0].script.refuse = [wire.CAUSE_UNKNOWN_ADAPTER]
+        async with core(store, workers) as harness:
+            stream = await harness.requests.begin(adapted())
+            await until(lambda: not listed(harness))
+            give(workers[0], POET, OLD)
+            await store.workers.register(workers[0].registration)
+            await until(lambda: stream.end is not None)
+            assert tokens_of(stream) == answer(PROMPT, 5)
+
+
 async def test_a_name_stands_for_the_revision_that_most_workers_have(store: Store) -> None:
     async with fleet(P, D, D2) as workers:
         for worker, adapter in zip(workers, (OLD, NEW, NEW), strict=True):
@@ -172,6 +205,19 @@ async def test_scores_and_embeddings_are_those_of_the_named_adapter(fields: dict
                 assert isinstance(await error_of_call(call), NotFound)
 
 
+async def test_what_a_request_was_accepted_with_is_known_here_and_from_the_store(store: Store) -> None:
+    accepted = AcceptedAdapter("m", "pirate", "old")
+    async with fleet(D) as workers:
+        give(workers[0], OLD)
+        async with core(store, workers) as harness:
+            key = (await harness.answer(adapted())).request.key
+            assert await harness.requests.find_accepted(key) == accepted
+            await read_stored(store, harness)
+        async with core(store, workers) as another:
+            assert await another.requests.find_accepted(key) == accepted
+            assert await another.requests.find_accepted(key._replace(id="absent")) is None
+
+
 @pytest.mark.parametrize(("fields", "digest"), NAMES)
 async def test_an_adapter_is_named_beside_its_model_or_as_one(fields: dict[str, str], digest: str) -> None:
     async with harness() as service:
@@ -181,6 +227,27 @@ async def test_an_adapter_is_named_beside_its_model_or_as_one(fields: dict[str, 
         assert stream.request.engine_request.adapter == digest
         assert stream.request.engine_request.model == tiny().id
         call.cancel()
+
+
+@pytest.mark.parametrize("fields", [{"lora_name": "pirate"}, {"model": "pirate"}])
+@pytest.mark.parametrize("now", [[], [NEW], [POET]])
+async def test_a_repeated_call_keeps_the_adapter_that_it_was_accepted_with(
+    fields: dict[str, str], now: list[wire.Adapter]
+) -> None:
+    async with harness() as service:
+        service.requests.known_adapters = [OLD]
+        first = service.stub.GenerateStream(generate_request(request_id="r", **fields))
+        accepted = (await service.stream()).request
+        service.requests.known_adapters = now
+        again = service.stub.GenerateStream(generate_request(request_id="r", **fields))
+        repeated = (await service.stream()).request
+        assert repeated.payload == accepted.payload, "the registry finds an equal request by it"
+        assert repeated.engine_request.adapter == ("new" if now == [NEW] else "old")
+        for call in (first, again):
+            call.cancel()
+        other = generate_request(request_id="other", **fields)
+        if now != [NEW]:
+            assert isinstance(await error_of_call(all_of(service.stub.GenerateStream(other))), NotFound)
 
 
 @pytest.mark.parametrize("adapters", [(), (OLD, POET)])
