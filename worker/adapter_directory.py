@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from decant.engine.errors import AdapterRefused, EngineStopped
-from decant.engine.plan import PreparedAdapter
-from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import logs
-from decant.worker.adapters import NAME, announcement
-from decant.worker.engine_host import EngineHost
+from decant.worker.adapter_store import AdapterStore
+from decant.worker.adapters import NAME
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 LOOK_SECONDS = 5.0
@@ -35,22 +32,19 @@ _log = logs.get(__name__)
 @dataclass(slots=True)
 class _Known:
     stamp: Stamp
-    adapter: wire.Adapter | None
-    """None while it was never accepted."""
+    is_offered: bool
+    """Whether its adapter, of this stamp or one before, was accepted."""
 
 
 class AdapterDirectory:
-    """Keeps the engine's adapters, and those that the worker announces, as the directory has them.
+    """Keeps the store's adapters as the directory has them.
 
-    Names of ``host.adapters`` at the start are not the directory's: folders of these names are refused.
+    Names that ``--adapters`` or an administrator has are not the directory's: folders of these names are refused.
     """
 
-    def __init__(self, folder: Path, host: EngineHost, announce: Callable[[], None] = lambda: None) -> None:
-        self.announce = announce
-        """Called after each change."""
+    def __init__(self, folder: Path, store: AdapterStore) -> None:
         self._folder = folder
-        self._host = host
-        self._reserved = frozenset(adapter.name for adapter in host.adapters)
+        self._store = store
         self._seen: Mapping[str, Stamp] = {}
         self._equal_looks: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
@@ -83,50 +77,29 @@ class AdapterDirectory:
         looks = self._equal_looks
         self._equal_looks = {name: looks[name] + 1 if before.get(name) == seen[name] else 1 for name in seen}
         for name in self._known.keys() - seen.keys():
-            await self._drop(self._known.pop(name), name)
+            if self._known.pop(name).is_offered:
+                self._store.withdraw(name, is_watched=True)
         for name, stamp in seen.items():
             known = self._known.get(name)
             if (known is None or known.stamp != stamp) and self._equal_looks[name] >= _looks_needed(known, stamp):
-                await self._load(name, stamp, None if known is None else known.adapter)
+                await self._load(name, stamp, is_offered=known is not None and known.is_offered)
 
-    async def _load(self, name: str, stamp: Stamp, replaced: wire.Adapter | None) -> None:
-        self._known[name] = _Known(stamp, replaced)
+    async def _load(self, name: str, stamp: Stamp, *, is_offered: bool) -> None:
+        self._known[name] = _Known(stamp, is_offered)
         try:
-            if name in self._reserved:
-                raise AdapterRefused(name, "--adapters has the name")
-            load = partial(self._host.adapter_digests.load, name, self._folder / name)
-            prepared: PreparedAdapter = await asyncio.to_thread(load)
+            await self._store.offer(name, self._folder / name, is_watched=True)
+        except EngineStopped:
+            raise
         except AdapterRefused as refused:
             _log.warning("adapter refused", name=name, reason=refused.reason)
-            return
         except Exception as error:  # noqa: BLE001 - a folder of an outsider, or too little memory: the worker goes on
             _log.error("adapter refused", name=name, reason=f"{type(error).__name__}: {error}")
-            return
-        await self._host.loop.call(lambda engine: engine.add_adapter(prepared))
-        adapter = self._known[name].adapter = announcement(name, prepared)
-        self._host.adapters = (*(each for each in self._host.adapters if each.name != name), adapter)
-        self.announce()
-        _log.info("adapter loaded", name=name, digest=adapter.digest, rank=adapter.rank)
-        if replaced is not None:
-            self._retire(replaced)
-
-    async def _drop(self, known: _Known, name: str) -> None:
-        if known.adapter is None:
-            return
-        self._host.adapters = tuple(each for each in self._host.adapters if each.name != name)
-        self.announce()
-        _log.info("adapter dropped", name=name, digest=known.adapter.digest)
-        self._retire(known.adapter)
-
-    def _retire(self, adapter: wire.Adapter) -> None:
-        """Have the engine drop an adapter once no sequence has it, unless another name stands for it."""
-        digest = adapter.digest
-        if all(each.digest != digest for each in self._host.adapters):
-            self._host.loop.post(lambda engine: engine.remove_adapter(digest))
+        else:
+            self._known[name].is_offered = True
 
 
 def _looks_needed(known: _Known | None, stamp: Stamp) -> int:
-    if known is None or known.adapter is None:
+    if known is None or not known.is_offered:
         return LOOKS
     num_changed = sum(old != new for old, new in zip(known.stamp, stamp, strict=True))
     return LOOKS_AT_ONE_FILE if num_changed == 1 else LOOKS

@@ -1,4 +1,4 @@
-"""The Admin service: audit, a drain that keeps the process, and a change of role.
+"""The Admin service: audit, a drain that keeps the process, a change of role, and adapters.
 
 in service --Drain--> drained --Undrain--> in service
     |                    |
@@ -8,16 +8,19 @@ in service --Drain--> drained --Undrain--> in service
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 
+from decant.engine.errors import AdapterRefused
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, FailedPrecondition, InvalidArgument, Unavailable
+from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from decant.runtime.serving.health import Readiness, State
 from decant.runtime.telemetry import logs
+from decant.worker.adapters import NAME, NAME_LIMIT
 from decant.worker.engine_host import EngineHost
 from decant.worker.report.audit import Auditor
 
@@ -63,6 +66,37 @@ class AdminService(services.AdminServicer):
         previous = self._host.role
         self._host.set_role(request.role)
         return wire.SetRoleResponse(previous=previous)
+
+    async def AddAdapter(  # noqa: N802
+        self,
+        request: wire.AddAdapterRequest,
+        _: grpc.aio.ServicerContext[wire.AddAdapterRequest, wire.AddAdapterResponse],
+    ) -> wire.AddAdapterResponse:
+        self._check(request.worker)
+        if NAME.fullmatch(request.name) is None:
+            raise InvalidArgument("name", NAME_LIMIT, request.name)
+        if not request.folder:
+            raise InvalidArgument("folder", "a folder of the worker's machine", "nothing")
+        try:
+            adapter = await self._host.adapters.offer(request.name, Path(request.folder))
+        except AdapterRefused as refused:
+            raise InvalidArgument("folder", f"an adapter that is served: {refused.reason}", request.folder) from None
+        return wire.AddAdapterResponse(adapter=adapter)
+
+    async def RemoveAdapter(  # noqa: N802
+        self,
+        request: wire.RemoveAdapterRequest,
+        _: grpc.aio.ServicerContext[wire.RemoveAdapterRequest, wire.RemoveAdapterResponse],
+    ) -> wire.RemoveAdapterResponse:
+        self._check(request.worker)
+        adapters = self._host.adapters
+        try:
+            adapter = adapters.withdraw(request.name)
+        except AdapterRefused as refused:
+            raise InvalidArgument("name", f"one that is not watched: {refused.reason}", request.name) from None
+        if adapter is None:
+            raise NotFound("adapter", request.name, [each.name for each in adapters.announcements])
+        return wire.RemoveAdapterResponse(adapter=adapter)
 
     def _check(self, worker: wire.Peer) -> None:
         if not same_incarnation(worker, self._host.peer):

@@ -29,6 +29,7 @@ from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.runtime.enum_names import enum_label
 from decant.runtime.event_source import EventSource
 from decant.runtime.telemetry import logs
+from decant.worker.adapter_store import AdapterStore
 from decant.worker.epochs import Epochs
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
 from decant.worker.settings import MAX_WAITING
@@ -42,13 +43,13 @@ class Identity:
     role: wire.Role
     model: str
     address: str
-    adapters: tuple[wire.Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
     lease_ms: int = LEASE_MS
     max_waiting: int = MAX_WAITING
+    adapter_bytes: int | None = None  # of memory; None: unbounded
     load_interval_s: float = HEARTBEAT_SECONDS  # between samples of the engine's load
 
 
@@ -90,7 +91,6 @@ class EngineHost:
         self.guides = guides
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
-        self.adapters, self.adapter_digests = identity.adapters, device.adapters
         self.layout_hash, self.equal_bits = short_layout_hash(device.layout_hash), device.equal_bits
         self.quantization = device.quantization or ""
         self.context_length = engine.limits.context_length
@@ -104,6 +104,7 @@ class EngineHost:
         self.steps = EventSource[StepOutput]()
         self.crashes = EventSource[EngineStopped]()
         self.loop = EngineLoop(engine, self.steps.publish, self.crashes.publish)
+        self.adapters = AdapterStore(self.loop, device.adapters, limits.adapter_bytes)
         self.device_memory = device.memory
         self._sampling = BackgroundTask(
             "load samples", partial(run_restarting, "load samples", self._sample_load_always)

@@ -175,21 +175,18 @@ class Worker:
         device = await in_own_thread(lambda settings: self._load_device(settings, files), settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         guides = await in_own_thread(partial(load_guides, files), device)
-        load_adapters = partial(adapters.load, device.adapters)
-        served = await in_own_thread(load_adapters, settings.adapters)
-        for adapter in served:
-            _log.info("adapter loaded", name=adapter.name, digest=adapter.digest, rank=adapter.rank)
-        host = await self._make_host(engine, files, server, guides, served)
+        host = await self._make_host(engine, files, server, guides)
+        for name, folder in adapters.parse(settings.adapters):
+            await host.adapters.offer(name, folder)
         await _warm_up_engine(host)
         prefill, decode = await self._open(host)
         server.shutdown.ends_process = False
         directory = None
         if settings.adapter_directory is not None:
-            directory = AdapterDirectory(settings.adapter_directory, host)
+            directory = AdapterDirectory(settings.adapter_directory, host.adapters)
             await directory.begin()
         registrar = await self._register(host, files)
         if directory is not None:
-            directory.announce = partial(_announce_adapters, registrar, host)
             watch = BackgroundTask("adapter directory", directory.run, self._part_failed)
             await self._stack.enter_async_context(watch)
         self._parts = _Parts(host, prefill, decode, registrar)
@@ -197,12 +194,7 @@ class Worker:
         self._deferred["Admin"].attach(partial(services.add_AdminServicer_to_server, admin))
 
     async def _make_host(
-        self,
-        engine: Engine,
-        files: ModelFiles,
-        server: Server,
-        guides: GrammarCompiler,
-        served: tuple[wire.Adapter, ...],
+        self, engine: Engine, files: ModelFiles, server: Server, guides: GrammarCompiler
     ) -> EngineHost:
         settings = self._settings
         name = enum_label(wire.Role, self._role)
@@ -213,9 +205,8 @@ class Worker:
             role=self._role,
             model=files.id,
             address=settings.advertise or server.address,
-            adapters=served,
         )
-        limits = WorkerLimits(settings.lease_ms, settings.max_waiting)
+        limits = WorkerLimits(settings.lease_ms, settings.max_waiting, adapter_bytes=settings.adapter_memory)
         host = EngineHost(engine, identity, transport, limits, guides)
         return await self._stack.enter_async_context(host)
 
@@ -254,7 +245,7 @@ class Worker:
             ),
             equal_bits=host.equal_bits,
             quantization=host.quantization,
-            adapters=host.adapters,
+            adapters=host.adapters.announcements,
         )
         self.is_announced = True
         lifetimes = Ttls()
@@ -267,6 +258,7 @@ class Worker:
             self.readiness.mark_failed,
         )
         host.role_changes.subscribe(registrar.set_role)
+        host.adapters.changes.subscribe(lambda _: registrar.set_adapters(host.adapters.announcements))
         return await self._stack.enter_async_context(registrar)
 
     def _part_failed(self, name: str, error: BaseException) -> None:
@@ -298,10 +290,6 @@ def _check(settings: WorkerSettings) -> None:
         raise SettingError("adapter_directory", "a directory", settings.adapter_directory)
     if settings.advertise is None and is_every_address(settings.host):
         raise SettingError("advertise", "needed where host is every address", "nothing")
-
-
-def _announce_adapters(registrar: Registrar, host: EngineHost) -> None:
-    registrar.set_adapters(host.adapters)
 
 
 async def _warm_up_engine(host: EngineHost) -> None:

@@ -91,6 +91,12 @@ class WorkerSettings(MemberSettings):
         description="directory of further adapters, a folder each with its name; they are loaded, replaced and dropped "
         "within seconds of a change",
     )
+    adapter_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="bytes of memory for the matrices of adapters: the least recently used ones leave, and are read "
+        "again by the request that needs them; set, administrators can add adapters; unset: unbounded",
+    )
     exact: bool = Field(
         default=False,
         description="on CUDA with triton: EXPERIMENTAL, compute a sequence with the same bits in any "

@@ -205,6 +205,48 @@ def move(  # noqa: PLR0913 - a command's options are its parameters
 
 
 @app.command()
+def add_adapter(  # noqa: PLR0913 - a command's options are its parameters
+    ctx: typer.Context,
+    adapter: opt.AdapterEntry,
+    worker: opt.WorkerIds = None,
+    redis_url: opt.RedisUrl = None,
+    wait: opt.Wait = 0.0,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
+) -> None:
+    """Have workers serve a LoRA adapter, in place of what its name stood for, without a restart.
+
+    Requests that run keep what they have. Workers need --adapters, --adapter-directory or --adapter-memory. A restart
+    returns a worker to the adapters with which it was started.
+    """
+    from decant.command import adapters
+
+    with one_line_errors():
+        adapters.add(*_workers_of(ctx.params), adapter, worker or ())
+
+
+@app.command()
+def remove_adapter(  # noqa: PLR0913 - a command's options are its parameters
+    ctx: typer.Context,
+    name: opt.AdapterName,
+    worker: opt.WorkerIds = None,
+    redis_url: opt.RedisUrl = None,
+    wait: opt.Wait = 0.0,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
+) -> None:
+    """Have workers serve a LoRA adapter no more. Requests that run keep it, and its memory is free after them."""
+    from decant.command import adapters
+
+    with one_line_errors():
+        adapters.remove(*_workers_of(ctx.params), name, worker or ())
+
+
+@app.command()
 def scale_advice(
     redis_url: opt.RedisUrl = None, wait: opt.Wait = 0.0, seconds: opt.AdviceSeconds = 5.0, as_json: opt.Json = False
 ) -> None:
@@ -244,6 +286,7 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     dtype: opt.Dtype = UpOptions.dtype,
     kv_memory: opt.KvMemory = UpOptions.kv_memory,
     adapters: opt.Adapters = None,
+    adapter_memory: opt.AdapterMemory = UpOptions.adapter_memory,
     ready_seconds: opt.ReadySeconds = UpOptions.ready_seconds,
     log_format: opt.LogFormat = UpOptions.log_format,
 ) -> None:

@@ -95,6 +95,16 @@ NewWorkerRole = Annotated[
     NewRole, Option("--role", help="Pool to which the worker belongs from now on.", show_default=False)
 ]
 
+# add-adapter, remove-adapter
+AdapterEntry = Annotated[
+    str, Argument(metavar="NAME=FOLDER", help="Name for requests, and the adapter's folder on the workers' machines.")
+]
+AdapterName = Annotated[str, Argument(metavar="NAME", help="Name of the adapter.")]
+WorkerIds = Annotated[
+    list[str] | None,
+    Option("--worker", help="Id of a worker; may be repeated. Unset: all workers.", show_default=False),
+]
+
 # scale-advice
 AdviceSeconds = Annotated[float, Option(min=1, help="Seconds of load to look at.")]
 
@@ -129,6 +139,13 @@ KvMemory = Annotated[
 Adapters = Annotated[
     list[str] | None,
     Option(help="LoRA adapter of the model for each worker, as NAME=FOLDER; may be repeated.", show_default=False),
+]
+AdapterMemory = Annotated[
+    str | None,
+    Option(
+        help="Memory for adapters of each worker, such as 512M: the least recently used ones leave; unset: no limit.",
+        show_default=False,
+    ),
 ]
 ReadySeconds = Annotated[float, Option(min=1, help="Seconds to wait until all processes are ready.")]
 LogFormat = Annotated[

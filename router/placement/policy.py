@@ -22,6 +22,11 @@ from dataclasses import dataclass
 from decant.protos import worker_pb2 as wire
 from decant.state.ids import Incarnation
 
+ADAPTER_LOAD_TOKENS, ADAPTER_LOAD_SEQUENCES = 1024, 8
+"""Prompt tokens, and sequences in a batch, for which another worker is preferred to one that has to read the adapter:
+more requests of one adapter than that spread over workers.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
@@ -39,6 +44,15 @@ class WorkerSnapshot:
     has_capacity: bool = True  # False: it refused a request and has not reported its load since
     is_avoided: bool = False  # it failed recently or failed this request: chosen last
     group_blocks: tuple[int, ...] = (0,)  # as in Capacity
+    lacks_adapter: bool = False  # it has to read the request's adapter first
+
+    @property
+    def load_tokens(self) -> int:
+        return ADAPTER_LOAD_TOKENS if self.lacks_adapter else 0
+
+    @property
+    def load_sequences(self) -> int:
+        return ADAPTER_LOAD_SEQUENCES if self.lacks_adapter else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,8 @@ def _least_work(workers: Sequence[WorkerSnapshot], request: PlacementRequest) ->
     preferred = _session_affinity_worker(workers, request)
 
     def order(worker: WorkerSnapshot) -> tuple[bool, int, int]:
-        return worker.is_avoided, worker.queued_tokens + _uncached(worker, request, preferred), worker.sequences
+        tokens = worker.queued_tokens + _uncached(worker, request, preferred) + worker.load_tokens
+        return worker.is_avoided, tokens, worker.sequences
 
     return min((worker for worker in workers if worker.has_capacity and worker.takes_prompts), key=order, default=None)
 
@@ -122,7 +137,8 @@ def _least_loaded_decode(
 ) -> WorkerSnapshot | None:
     def order(worker: WorkerSnapshot) -> tuple[bool, bool, int, int, int]:
         uncached = _uncached(worker, request, preferred)
-        return worker.is_avoided, _lacks_capacity(worker, request), worker.sequences, uncached, -worker.free_blocks
+        sequences = worker.sequences + worker.load_sequences
+        return worker.is_avoided, _lacks_capacity(worker, request), sequences, uncached, -worker.free_blocks
 
     return min((worker for worker in workers if worker.has_capacity), key=order, default=None)
 

@@ -52,7 +52,7 @@ class WorkerLoad:
         blocks = registration.capacity.total_blocks
         self._load = wire.Load(role=registration.role, total_blocks=blocks, free_blocks=blocks, takes_prompts=True)
         self._cached = WorkerPrefixCache(self._index, self.number)
-        self._snapshots: dict[tuple[int, bool], WorkerSnapshot] = {}
+        self._snapshots: dict[tuple[int, bool, bool], WorkerSnapshot] = {}
         self._is_full = False
         self._slow_start_limit = sys.maxsize  # sequences sent before the next load report
         self._sent_sequences = 0  # since the last one
@@ -97,14 +97,14 @@ class WorkerLoad:
     def snapshot(self, prefix: PromptBlocks | None = None, *, is_avoided: bool = False) -> WorkerSnapshot:
         return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), is_avoided)
 
-    def snapshot_with(self, cached_tokens: int, is_avoided: bool) -> WorkerSnapshot:
-        key = cached_tokens, is_avoided
+    def snapshot_with(self, cached_tokens: int, is_avoided: bool, lacks_adapter: bool = False) -> WorkerSnapshot:
+        key = cached_tokens, is_avoided, lacks_adapter
         snapshot = self._snapshots.get(key)
         if snapshot is None:
             snapshot = self._snapshots[key] = self._new_snapshot(*key)
         return snapshot
 
-    def _new_snapshot(self, cached_tokens: int, is_avoided: bool) -> WorkerSnapshot:
+    def _new_snapshot(self, cached_tokens: int, is_avoided: bool, lacks_adapter: bool = False) -> WorkerSnapshot:
         load, has_capacity = self._load, self.has_capacity
         return WorkerSnapshot(
             incarnation=self.incarnation,
@@ -119,6 +119,7 @@ class WorkerLoad:
             has_capacity=has_capacity,
             is_avoided=is_avoided,
             group_blocks=self._group_blocks,
+            lacks_adapter=lacks_adapter,
         )
 
     def cached_tokens(self, prefix: PromptBlocks) -> int:

@@ -69,7 +69,7 @@ class WorkerPool:
         """Snapshots of the usable workers that meet the needs; those in ``excluded`` are avoided, not left out."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
-            worker.snapshot(cached.get(worker.load.number, 0), is_avoided=worker.incarnation in excluded)
+            worker.snapshot(cached.get(worker.load.number, 0), is_avoided=worker.incarnation in excluded, needs=needs)
             for worker in self.of(model)
             if worker.is_usable and worker.meets(needs)
         ]

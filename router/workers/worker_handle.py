@@ -13,7 +13,7 @@ from decant.router.placement.prefix_index import PrefixIndex
 from decant.router.placement.worker_load import WorkerLoad
 from decant.router.placement.worker_rates import WorkerRates
 from decant.router.timings import WorkerTimings
-from decant.router.workers.needs import Needs
+from decant.router.workers.needs import NO_NEEDS, Needs
 from decant.router.workers.session import WorkerSession
 
 
@@ -71,8 +71,11 @@ class WorkerHandle:
     def is_avoided(self) -> bool:
         return self._avoided_until > 0 and asyncio.get_running_loop().time() < self._avoided_until
 
-    def snapshot(self, cached_tokens: int, *, is_avoided: bool) -> WorkerSnapshot:
-        return self.load.snapshot_with(cached_tokens, is_avoided or self.is_avoided)
+    def snapshot(self, cached_tokens: int, *, is_avoided: bool, needs: Needs = NO_NEEDS) -> WorkerSnapshot:
+        lacks_adapter = bool(needs.adapter) and not any(
+            adapter.in_memory for adapter in self.adapters if adapter.digest == needs.adapter
+        )
+        return self.load.snapshot_with(cached_tokens, is_avoided or self.is_avoided, lacks_adapter)
 
     def record_failure(self) -> None:
         self._failures += 1

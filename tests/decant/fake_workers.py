@@ -27,6 +27,8 @@ class FakeAdmin(worker_pb2_grpc.AdminServicer):
         self.runs_left = 0
         """Runs at the next Drain; each has one fewer."""
         self.calls: list[str] = []
+        self.refusing: set[str] = set()
+        """Workers that add no adapter."""
 
     def Audit(self, request: object, context: object) -> wire.AuditResponse:  # noqa: N802
         return self.answer
@@ -43,6 +45,16 @@ class FakeAdmin(worker_pb2_grpc.AdminServicer):
     def SetRole(self, request: wire.SetRoleRequest, context: object) -> wire.SetRoleResponse:  # noqa: N802
         self.calls.append(f"{enum_label(wire.Role, request.role)} {request.worker.id}")
         return wire.SetRoleResponse(previous=wire.ROLE_DECODE)
+
+    def AddAdapter(self, request: wire.AddAdapterRequest, context: grpc.ServicerContext) -> wire.AddAdapterResponse:  # noqa: N802
+        if request.worker.id in self.refusing:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "folder: an adapter that is served: none is there")
+        self.calls.append(f"add {request.name} of {request.folder} {request.worker.id}")
+        return wire.AddAdapterResponse(adapter=wire.Adapter(name=request.name, digest="abc", rank=8))
+
+    def RemoveAdapter(self, request: wire.RemoveAdapterRequest, context: object) -> wire.RemoveAdapterResponse:  # noqa: N802
+        self.calls.append(f"remove {request.name} {request.worker.id}")
+        return wire.RemoveAdapterResponse(adapter=wire.Adapter(name=request.name, digest="abc", rank=8))
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def test_the_services_are_those_that_the_design_names() -> None:
         "Prefill": {"Prefill"},
         "Decode": {"Session"},
         "KvSource": {"Fetch", "Release"},
-        "Admin": {"Audit", "Drain", "Undrain", "SetRole"},
+        "Admin": {"Audit", "Drain", "Undrain", "SetRole", "AddAdapter", "RemoveAdapter"},
     }
 
 

@@ -145,6 +145,22 @@ async def test_a_worker_with_an_adapter_that_it_refused_gets_its_requests_once_i
             assert tokens_of(stream) == answer(PROMPT, 5)
 
 
+async def test_workers_that_have_the_adapter_in_memory_are_preferred_until_they_have_much_to_do(store: Store) -> None:
+    loaded = wire.Adapter(name="pirate", digest="old", in_memory=True)
+    async with fleet(P, P2, D, D2) as workers:
+        for worker, adapter in zip(workers, (OLD, loaded, OLD, loaded), strict=True):
+            give(worker, adapter)
+        async with core(store, workers) as harness:
+            for number in range(3):
+                stream = await harness.answer(adapted(str(number)))
+                assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p2", "d2")
+            pool = harness.router.pool
+            (busy,) = [worker for worker in pool.of("m") if worker.incarnation.id == "p2"]
+            busy.load.add(0, 4096)
+            assert (await harness.answer(adapted("other"))).trace.prefill_worker == "p"
+            busy.load.add(0, -4096)
+
+
 async def test_a_name_stands_for_the_revision_that_most_workers_have(store: Store) -> None:
     async with fleet(P, D, D2) as workers:
         for worker, adapter in zip(workers, (OLD, NEW, NEW), strict=True):

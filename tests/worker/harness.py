@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,6 +32,8 @@ from decant.runtime.packed import pack
 from decant.runtime.protocol import PROTOCOL
 from decant.runtime.serving.health import Readiness
 from decant.runtime.serving.interceptor import ErrorInterceptor
+from decant.worker.adapter_store import _Offer
+from decant.worker.adapters import announcement
 from decant.worker.administration import AdminService
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
@@ -49,8 +52,9 @@ MODEL = "m"
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
 
-ADAPTERS = tuple(wire.Adapter(name=name, digest=f"digest of {name}", rank=8) for name in ("pirate", "poet"))
-"""Of each worker."""
+ADAPTER_NAMES = ("pirate", "poet")
+ADAPTERS = tuple(FakeAdapter(f"digest of {name}") for name in ADAPTER_NAMES)
+"""Of each worker, whose device has them from the start."""
 
 
 class Device(FakeDevice):
@@ -60,7 +64,7 @@ class Device(FakeDevice):
         super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, cost=lambda _: self.step_s, **settings)
         self.step_s = step_s
         for adapter in ADAPTERS:
-            self.adapters.add(FakeAdapter(adapter.digest))
+            self.adapters.add(adapter)
         self.free = threading.Event()
         self.free.set()
         self.broken = False
@@ -102,6 +106,9 @@ class WorkerHarness:
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
         identity = replace(identity, address=identity.address or self.address)
         self.host = EngineHost(engine, identity, self.transport, limits, tiny_tokenizer.compiler())
+        for name, adapter in zip(ADAPTER_NAMES, ADAPTERS, strict=True):
+            self.host.adapters._offers[name] = _Offer(Path("/nowhere"), announcement(name, adapter), is_watched=False)
+            self.host.adapters._loaded[adapter.digest] = adapter.nbytes
         self.prefill = PrefillService(self.host)
         self.decode = DecodeService(self.host, session_limits)
         self.auditor = Auditor(self.host, self.prefill, self.decode)
@@ -227,7 +234,7 @@ def registered(harness: WorkerHarness, *, equal_bits: bool = True) -> Any:
             tokenizer=TOKENIZER,
             capacity=capacity,
             equal_bits=equal_bits,
-            adapters=host.adapters,
+            adapters=host.adapters.announcements,
         )
     )
 
@@ -252,6 +259,7 @@ async def worker(
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
     load_interval_s: float = HEARTBEAT_SECONDS,
+    adapter_bytes: int | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Serve a worker until the block ends; then it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
@@ -261,8 +269,8 @@ async def worker(
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=PROTOCOL)
-    identity = Identity(peer, role, MODEL, advertise, ADAPTERS)
-    limits = WorkerLimits(lease_ms, max_waiting, load_interval_s)
+    identity = Identity(peer, role, MODEL, advertise)
+    limits = WorkerLimits(lease_ms, max_waiting, adapter_bytes, load_interval_s)
     harness = WorkerHarness(engine, server, port, identity, limits, session_limits)
     async with harness.host:
         await server.start()

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from decant.engine.engine import Engine
 from decant.worker.adapter_directory import FILES, LOOKS_AT_ONE_FILE, AdapterDirectory
-from tests.worker.harness import ADAPTERS, WorkerHarness, worker
+from tests.worker.harness import ADAPTER_NAMES, WorkerHarness, worker
 
 
 def save(folder: Path, name: str, content: str) -> None:
@@ -22,17 +22,18 @@ class Watched:
     def __init__(self, folder: Path, harness: WorkerHarness) -> None:
         self.folder, self.harness = folder, harness
         self.announced = 0
-        self.directory = AdapterDirectory(folder, harness.host, self._count)
+        self.directory = AdapterDirectory(folder, harness.host.adapters)
+        harness.host.adapters.changes.subscribe(self._count)
 
-    def _count(self) -> None:
+    def _count(self, _: None) -> None:
         self.announced += 1
 
     async def settle(self) -> Mapping[str, str]:
         """Look until a change of before is applied; return the digests by name of what the directory adds."""
         for _ in range(2):
             await self.directory.look()
-        given = {adapter.name for adapter in ADAPTERS}
-        return {adapter.name: adapter.digest for adapter in self.harness.host.adapters if adapter.name not in given}
+        offered = self.harness.host.adapters.announcements
+        return {adapter.name: adapter.digest for adapter in offered if adapter.name not in ADAPTER_NAMES}
 
     async def has(self, digest: str) -> bool:
         def look(engine: Engine) -> bool:
@@ -76,7 +77,7 @@ async def test_a_folder_that_is_being_written_is_not_read(watched: Watched) -> N
 async def test_what_is_there_at_the_start_is_loaded_before_routers_know_the_worker(watched: Watched) -> None:
     save(watched.folder, "one", "1")
     await watched.directory.begin()
-    assert {adapter.name for adapter in watched.harness.host.adapters} >= {"one"}
+    assert {adapter.name for adapter in watched.harness.host.adapters.announcements} >= {"one"}
 
 
 async def test_a_replaced_file_waits_for_the_other_one(watched: Watched) -> None:
@@ -111,7 +112,7 @@ async def test_an_adapter_that_can_t_be_loaded_for_any_reason_ends_nothing(
     def fail(name: str, folder: Path) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(watched.harness.host.adapter_digests, "load", fail)
+    monkeypatch.setattr(watched.harness.device.adapters, "load", fail)
     save(watched.folder, "one", "1")
     with capture_logs() as logged:
         assert await watched.settle() == {}
@@ -121,12 +122,14 @@ async def test_an_adapter_that_can_t_be_loaded_for_any_reason_ends_nothing(
 async def test_a_refused_folder_is_logged_once_and_leaves_what_its_name_stood_for(watched: Watched) -> None:
     save(watched.folder, "one", "1")
     before = await watched.settle()
-    shutil.copytree(watched.folder / "one", watched.folder / ADAPTERS[0].name)
+    shutil.copytree(watched.folder / "one", watched.folder / ADAPTER_NAMES[0])
     with capture_logs() as logged:
         for _ in range(3):
             assert await watched.settle() == before
     refused = [line for line in logged if line["event"] == "adapter refused"]
-    assert [(line["name"], line["reason"]) for line in refused] == [(ADAPTERS[0].name, "--adapters has the name")]
+    assert [(line["name"], line["reason"]) for line in refused] == [
+        (ADAPTER_NAMES[0], "--adapters or an administrator has the name")
+    ]
 
 
 async def test_folders_of_other_names_and_without_the_files_are_left_alone(watched: Watched) -> None:

@@ -54,7 +54,7 @@ async def test_a_drained_worker_ends_what_runs_and_refuses_new_runs_until_it_is_
         await harness.ask(make_work(30), request="t/after", handoff=False).expect("first")
 
 
-@pytest.mark.parametrize("method", ["Drain", "Undrain", "SetRole"])
+@pytest.mark.parametrize("method", ["Drain", "Undrain", "SetRole", "AddAdapter", "RemoveAdapter"])
 async def test_another_incarnation_at_the_address_is_not_changed(method: str) -> None:
     async with worker() as harness:
         with pytest.raises(FailedPrecondition, match="another incarnation of p than 1") as caught:

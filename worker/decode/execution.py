@@ -19,6 +19,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.background import start_task
 from decant.runtime.packed import unpack
 from decant.runtime.telemetry import tracing
+from decant.worker.adapter_store import AdapterUse
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
 from decant.worker.decode.output import Output, end_of
@@ -68,9 +69,13 @@ class RunExecutor:
         task.add_done_callback(lambda _: self._tasks.pop(run))
 
     async def execute(self, run: DecodeRun) -> None:
+        with self._host.adapters.use(run.root.request.adapter) as adapter:
+            await self._execute(run, adapter)
+
+    async def _execute(self, run: DecodeRun, adapter: AdapterUse) -> None:
         try:
             with run_span(run):
-                await self._until_finished(run)
+                await self._until_finished(run, adapter)
         except asyncio.CancelledError:
             if run.cancel_reason is None:
                 raise
@@ -92,12 +97,13 @@ class RunExecutor:
         else:
             self._finish(run)
 
-    async def _until_finished(self, run: DecodeRun) -> None:
+    async def _until_finished(self, run: DecodeRun, adapter: AdapterUse) -> None:
         """Wait until all outputs are finished: the only part that `cancel` interrupts. Raises EngineFailed."""
         if run.cancel_reason is not None:  # cancelled before the coroutine began
             raise asyncio.CancelledError
         self._interruptible.add(run)
         try:
+            await adapter.begin()
             await self._host.prepare(run.root.request)
             arrival = await self.admission.enter(run)
             if arrival is not None:

@@ -31,9 +31,7 @@ class StartValidator:
         ref, engine_request = start.run, start.engine_request
         name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never reused: a late event belongs to no other run
         host = self._host
-        requests = to_requests(
-            name, engine_request, model=host.model, guides=host.guides, adapters=host.adapter_digests
-        )
+        requests = to_requests(name, engine_request, model=host.model, guides=host.guides, adapters=host.adapters)
         if start.HasField("ticket"):
             requests = _owner_first(requests, start.ticket)
         tokens = max(max(len(each.token_ids), each.prompt_len + (each.stop.max_tokens or 0)) for each in requests)

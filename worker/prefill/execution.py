@@ -14,6 +14,7 @@ from decant.engine.errors import InvalidRequest
 from decant.protos import worker_pb2 as wire
 from decant.runtime.background import start_task
 from decant.runtime.telemetry import tracing
+from decant.worker.adapter_store import AdapterUse
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.messages import committed_outputs, first_tokens
 from decant.worker.prefill.prefill_queue import PrefillQueue
@@ -39,12 +40,16 @@ class PrefillExecutor:
         task.add_done_callback(self._tasks.discard)
 
     async def execute(self, run: PrefillRun) -> None:
+        with self._host.adapters.use(run.request.adapter) as adapter:
+            await self._execute(run, adapter)
+
+    async def _execute(self, run: PrefillRun, adapter: AdapterUse) -> None:
         failure: wire.Failure | None = None
         last_event: dict[str, object] = {}
         try:
             async with asyncio.timeout(run.remaining_s):
                 with tracing.span("prefill", run.traceparent) as span:
-                    await self._prepare(run)
+                    await self._prepare(run, adapter)
                     await run.until(lambda: run.is_admitted)
                     self._add_to_engine(run)
                     await run.until(lambda: run.started is not None)
@@ -73,11 +78,24 @@ class PrefillExecutor:
             last_event["failed"] = wire.Failed(run=run.ref, failure=failure)
         run.close(**last_event)
 
-    async def _prepare(self, run: PrefillRun) -> None:
+    async def _prepare(self, run: PrefillRun, adapter: AdapterUse) -> None:
         try:
+            if run.request.adapter:
+                await self._begin(run, adapter)
             await self._host.prepare(run.request)
         except InvalidRequest as error:
             raise RequestRejected.of(error) from None
+
+    async def _begin(self, run: PrefillRun, adapter: AdapterUse) -> None:
+        """Wait for the run's adapter, but no longer than the run is wanted."""
+        begin = asyncio.create_task(adapter.begin())
+        begin.add_done_callback(lambda _: run.wake())
+        try:
+            await run.until(begin.done)
+            begin.result()
+        finally:
+            if begin.cancel():
+                await asyncio.wait([begin])
 
     def _add_to_engine(self, run: PrefillRun) -> None:
         """Add the run without waiting for the answer, which comes with a step: the deadline may be earlier."""

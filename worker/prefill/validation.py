@@ -31,7 +31,7 @@ class CallValidator:
             model=host.model,
             park_after=parks,
             guides=host.guides,
-            adapters=host.adapter_digests,
+            adapters=host.adapters,
         )
         longest = max(len(request.token_ids) for request in requests)
         if longest > host.context_length:

@@ -20,5 +20,6 @@ class UpOptions:
     dtype: str = "auto"
     kv_memory: str | None = None
     adapters: tuple[str, ...] = ()
+    adapter_memory: str | None = None
     ready_seconds: float = 600.0
     log_format: str = "auto"

@@ -115,7 +115,9 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json", *_ADMIN)
     common = (*where, "--model", model_of(options), "--dtype", options.dtype)
     memory = ("--kv-bytes", str(_kv_bytes(options, len(names))))
-    adapters = ("--adapters", ",".join(options.adapters)) if options.adapters else ()
+    adapters = ["--adapters", ",".join(options.adapters)] if options.adapters else []
+    if options.adapter_memory is not None:
+        adapters += "--adapter-memory", str(resources.parse_size(options.adapter_memory, "--adapter-memory"))
     return [
         Spec(
             name=name,

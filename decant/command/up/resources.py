@@ -80,8 +80,8 @@ def weights_size(model: str, dtype: str = "auto") -> int:
     return stored * served_as // _ITEM_BYTES.get(config_dtype, 4)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, flag: str = "--kv-memory") -> int:
     try:
         return parse_byte_size(text)
     except ValueError as error:
-        raise CommandFailed(f"--kv-memory: {error}", status=2) from None
+        raise CommandFailed(f"{flag}: {error}", status=2) from None
