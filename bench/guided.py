@@ -144,7 +144,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         grammar.prepare()
     compile_ms = 1000 * (time.perf_counter() - began) / len(grammars)
     half = [grammar if number % 2 else None for number, grammar in enumerate(grammars)]
-    contenders = {"none": [None] * args.rows, "half": half, "drawn": grammars, "all": grammars}
+    contenders: dict[str, Sequence[Grammar | None]] = {
+        "none": [None] * args.rows,
+        "half": half,
+        "drawn": grammars,
+        "all": grammars,
+    }
     rates: dict[str, list[Rate]] = {name: [] for name in contenders}
     outputs: dict[str, Outputs] = {}
     for run in range(args.runs + 1):

@@ -130,11 +130,11 @@ async def _lora_name(stub: Stub) -> None:
     again = await ask(stub, request(model=ADAPTER))
     assert (again.ids, again.started.model) == (adapted.ids, "tiny-python")
     assert (await plain(stub)).ids == base.ids, "its blocks are not those of the base"
-    for fields, is_adapted in ({"lora_name": ADAPTER}, True), ({"model": ADAPTER}, True), ({}, False):
-        scored = pb.ScoreRequest(prompt=PROMPT, **fields)
+    for model, lora_name in ("", ADAPTER), (ADAPTER, ""), ("", ""):
+        scored = pb.ScoreRequest(prompt=PROMPT, model=model, lora_name=lora_name)
         scored.continuations.add().token_ids.ids.extend(adapted.ids)
         (score,) = (await stub.Score(scored, timeout=PATIENCE_S)).scores
-        assert all(token.rank == 1 for token in score.tokens) == is_adapted
+        assert all(token.rank == 1 for token in score.tokens) == bool(model or lora_name)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Generate(request(lora_name="absent"), timeout=PATIENCE_S)
     assert str(from_call(refused.value)) == f"adapter: one of {ADAPTER}, got absent"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -201,7 +202,7 @@ NAMES: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "digest"), NAMES)
-async def test_scores_and_embeddings_are_those_of_the_named_adapter(fields: dict[str, str], digest: str) -> None:
+async def test_scores_and_embeddings_are_those_of_the_named_adapter(fields: dict[str, Any], digest: str) -> None:
     async with harness() as service:
         service.requests.known_adapters = [OLD, POET]
         ids = pb.TokenIds(ids=PROMPT)
