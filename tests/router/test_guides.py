@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
+from decant.engine.guides.compiler import GrammarCompiler
 from decant.engine.guides.guide import Guide, GuideKind
+from decant.engine.logits_processors import Allow
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.request.finish import finish_from_tokens
@@ -149,6 +152,30 @@ async def test_a_model_without_an_end_token_is_refused_by_the_field(tmp_path: Pa
     check = GuideCheck(folder(tmp_path, MADE["byte_level"]()) / "tokenizer.json", 500, [])
     with pytest.raises(InvalidArgument, match=r"guided\.regex: a model with an end token"):
         await check.check(Guide(GuideKind.REGEX, "a"))
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide(GuideKind.CHOICE, choices=("<think>", "<|im_start|>")),
+        Guide(GuideKind.REGEX, r"<think>|<\|im_start\|>"),
+        Guide(GuideKind.GRAMMAR, 'start: "<think>" | "<|im_start|>"'),
+    ],
+    ids=lambda guide: guide.kind,
+)
+def test_a_literal_that_spells_an_added_token_is_written_in_ordinary_tokens(guide: Guide, tmp_path: Path) -> None:
+    made = MADE["byte_level"]()
+    made.add_tokens([AddedToken("<think>", special=False)])
+    made.add_special_tokens(["<|im_start|>"])
+    place = folder(tmp_path, made) / "tokenizer.json"
+    grammar = GrammarCompiler(place, made.get_vocab_size(), frozenset({1})).grammar(guide)
+    for literal in ("<think>", "<|im_start|>"):
+        added, matcher = made.token_to_id(literal), grammar.new_matcher()
+        assert added is not None
+        for letter in literal:
+            assert not Allow(matcher.compute_bitmask()).allows(added)
+            assert matcher.consume_tokens(made.encode(letter, add_special_tokens=False).ids)
+        assert Allow(matcher.compute_bitmask()).only == 1
 
 
 async def test_a_guide_is_complete_if_its_output_ended_with_an_end_token() -> None:
