@@ -1,10 +1,11 @@
 """Weights in fewer bits beside the engine's own bfloat16: speed, memory and quality, in one process and in turn.
 
-    python -m bench.quantization [--model qwen2.5-0.5b] [--runs 10] [--json OUT]
+    python -m bench.quantization [--model qwen2.5-0.5b] [--runs 10] [--peers] [--json OUT]
 
 Decode steps of 1, 8 and 64 sequences and a prompt are timed on random weights in the shape of ``--model``. Quality is
 the perplexity of the model tiny-python on the Python files that it was not trained on; the interpreter must be of the
-version that it was trained with. Figures are medians.
+version that it was trained with. Figures are medians. With --peers, OpenVINO's steps are measured after these, with its
+own weights in the same kinds, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any, get_args
 
 import torch
@@ -23,10 +26,14 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from bench import machine
+from bench.comparison.contenders import CONTENDERS
+from bench.comparison.contenders import run as run_contender
 from bench.comparison.own_engine import make_engine
 from bench.comparison.steps import Case, decoding
+from bench.comparison.subprocess_runner import Job
 from bench.medians import in_turn
 from bench.options import add_json, positive, write_result
+from bench.workloads import Item
 from decant import models
 from decant.bench import model_shapes as shapes
 from decant.engine.checkpoint.quantize import Quantization, quantize
@@ -103,10 +110,40 @@ def perplexities(files: int | None = None) -> dict[str, float]:
     return found
 
 
+def peer_items(vocabulary: int, runs: int, prompt: int) -> tuple[Item, ...]:
+    """The same cases for ``openvino_steps``."""
+    rng = Random(0)
+
+    def item(name: str, tokens: int, output: int) -> Item:
+        return Item(name, [rng.randrange(vocabulary) for _ in range(tokens)], output, 0.0)
+
+    def output(case: Case) -> int:
+        """Enough that all run together for some steps, after the last prompt."""
+        return runs + 2 + 2 * math.ceil(case.sequences * case.context / BUDGET)
+
+    items = [
+        item(f"{name}/{at}", case.context, output(case)) for name, case in CASES.items() for at in range(case.sequences)
+    ]
+    return (*items, *(item(f"prompt of {prompt}/{at}", prompt, 1) for at in range(max(1, runs // 3))))
+
+
+def measure_openvino(job: Job, console: Console) -> dict[str, dict[str, float]]:
+    """Milliseconds of each case, by kind. Raises Unavailable."""
+    contender = CONTENDERS["openvino"]._replace(module="bench.baselines.openvino_steps")
+    by_kind = {}
+    for kind in KINDS:
+        console.print(f"OpenVINO, {kind} ...")
+        weights = quantization(kind) or "plain"
+        by_kind[kind] = run_contender(contender, replace(job, weights=weights), lambda _: None, lambda line: None)
+    return {name: {kind: by_kind[kind][name] for kind in KINDS} for name in by_kind[PLAIN]}
+
+
 def show(result: Mapping[str, Any], console: Console) -> None:
     table = Table("", *KINDS, title=f"{result['model_id']}, {result['threads']} threads")
     for name, times in result["milliseconds"].items():
         table.add_row(name, *(f"{times[kind]:.1f} ms ({times[PLAIN] / times[kind]:.2f})" for kind in KINDS))
+    for name, times in result["openvino"].items():
+        table.add_row(f"OpenVINO, {name}", *(f"{times[kind]:.1f} ms" for kind in KINDS))
     table.add_row("layers and head", *(f"{result['weight_bytes'][kind] / 1e6:.1f} MB" for kind in KINDS))
     if result["perplexity"]:
         plain = result["perplexity"][PLAIN]
@@ -123,11 +160,16 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=available_cores())
     parser.add_argument("--files", type=positive, help="held-out files of which to compute the perplexity; unset: all")
     parser.add_argument("--no-quality", dest="quality", action="store_false", help="don't compute perplexities")
+    parser.add_argument("--peers", action="store_true", help="also OpenVINO")
+    parser.add_argument(
+        "--peer-dtype", choices=(PLAIN, "float32"), default=PLAIN, help="what peers compute in, where bfloat16 fails"
+    )
     add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     context = max(args.prompt + 1, max(case.context for case in CASES.values()) + args.runs + 4)
-    devices = load_kinds(str(shapes.checkpoint(args.model)), context, 400 << 20)
+    model = str(shapes.checkpoint(args.model))
+    devices = load_kinds(model, context, 400 << 20)
     result = {
         "machine": machine.facts(),
         "model_id": args.model,
@@ -136,7 +178,14 @@ def main() -> None:
         "milliseconds": dict(measure(devices, args.runs, args.prompt)),
         "weight_bytes": {kind: weight_bytes(device) for kind, device in devices.items()},
         "perplexity": perplexities(args.files) if args.quality else {},
+        "openvino": {},
+        "peer_dtype": args.peer_dtype,
     }
+    if args.peers:
+        items = peer_items(devices[PLAIN].vocab_size, args.runs, args.prompt)
+        devices.clear()
+        job = Job(model, args.peer_dtype, args.threads, items, BUDGET)
+        result["openvino"] = measure_openvino(job, Console(stderr=True))
     write_result(result, args.json, partial(show, result, Console()))
 
 

@@ -18,9 +18,11 @@ def svg(result: Mapping[str, Any]) -> str:
     drawing = Drawing()
     drawing.line(f"Speed with quantized weights, beside {PLAIN}: {result['model_id']}", 16, font_weight="bold")
     drawing.line(f"{result['machine']['cpu']}, {result['threads']} threads")
+    milliseconds = result["milliseconds"] | {f"OpenVINO, {work}": times for work, times in result["openvino"].items()}
+    plain = {work: times[PLAIN] for work, times in result["milliseconds"].items()}
     speeds = {
-        work: {kind: times[PLAIN] / time for kind, time in times.items()}
-        for work, times in result["milliseconds"].items()
+        work: {kind: plain[work.removeprefix("OpenVINO, ")] / time for kind, time in times.items()}
+        for work, times in milliseconds.items()
     }
     scale = BARS / max(speed for each in speeds.values() for speed in each.values())
     for work, each in speeds.items():
@@ -28,8 +30,8 @@ def svg(result: Mapping[str, Any]) -> str:
         drawing.line(work, 14, font_weight="bold")
         drawing.y += LINE // 2
         for kind, speed in each.items():
-            label = f"{kind}, {result['milliseconds'][work][kind]:.1f} ms"
-            colour = BASELINE_COLOUR if kind == PLAIN else DECANT_COLOUR
+            label = f"{kind}, {milliseconds[work][kind]:.1f} ms"
+            colour = BASELINE_COLOUR if kind == PLAIN or work not in plain else DECANT_COLOUR
             drawing.bar(label, scale * speed, f"{speed:.2f}", colour)
     return drawing.svg()
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,16 @@ class Server:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    exported = _export(Path(job.model))
+    exported = export(Path(job.model))
     began = time.perf_counter()
+    server = Server(make_pipeline(exported, job))
+    loaded = time.perf_counter() - began
+    run_open_loop(server, WARM_UP, lambda _: None)
+    served = run_open_loop(server, job.items, on_progress)
+    return {**summarise(served), "load_seconds": loaded}
+
+
+def make_pipeline(exported: Path, job: Job) -> Any:
     scheduling = genai.SchedulerConfig()
     scheduling.max_num_batched_tokens = job.token_budget
     scheduling.max_num_seqs = min(256, job.token_budget)
@@ -55,27 +63,33 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     scheduling.enable_prefix_caching = False
     precision = {"bfloat16": "bf16", "float32": "f32"}[job.dtype]
     properties = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": precision}
-    server = Server(genai.ContinuousBatchingPipeline(exported, scheduling, "CPU", properties))
-    loaded = time.perf_counter() - began
-    run_open_loop(server, WARM_UP, lambda _: None)
-    served = run_open_loop(server, job.items, on_progress)
-    return {**summarise(served), "load_seconds": loaded}
+    return genai.ContinuousBatchingPipeline(exported, scheduling, "CPU", properties)
 
 
-def _export(model: Path) -> Path:
+QUANTIZED: Mapping[str, Mapping[str, Any]] = {
+    "int8": {"bits": 8},
+    "int4": {"bits": 4, "sym": False, "group_size": 64, "ratio": 1.0},
+}
+"""Of weights alone, as ``--quantize`` does it; the head is int8 with both."""
+
+
+def export(model: Path, weights: str = "plain") -> Path:
     newest = max(file.stat().st_mtime_ns for file in model.glob("*.safetensors"))
-    folder = cache_folder().parent / "openvino" / f"{model.name}-{newest:x}"
+    suffix = f"-{weights}" if weights in QUANTIZED else ""
+    folder = cache_folder().parent / "openvino" / f"{model.name}-{newest:x}{suffix}"
     if folder.is_dir():
         return folder
     from optimum.exporters.openvino import main_export
-    from optimum.intel import OVConfig
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Write aside and rename when complete, like checkpoints.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # An empty configuration: without one, large models would be quantized.
-        main_export(str(model), unfinished, task="text-generation-with-past", ov_config=OVConfig())
+        quantized = OVWeightQuantizationConfig(**QUANTIZED[weights]) if weights in QUANTIZED else None
+        config = OVConfig() if quantized is None else OVConfig(quantization_config=quantized)
+        main_export(str(model), unfinished, task="text-generation-with-past", ov_config=config)
         os.rename(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

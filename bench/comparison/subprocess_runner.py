@@ -42,6 +42,7 @@ class Job:
     kv_bytes: int = 1 << 30
     batch_size: int = 8
     static_batches: int = 0
+    weights: str = "plain"
 
     @classmethod
     def from_json(cls, text: str) -> Job:

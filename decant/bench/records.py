@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from decant.client.results import Receipt
+if TYPE_CHECKING:  # the environments of other engines have no protobuf
+    from decant.client.results import Receipt
 
 
 class TokenTimes:

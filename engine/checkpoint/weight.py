@@ -84,6 +84,8 @@ class Codes:
         return replace(self, order=None)
 
     def to(self, device: torch.device) -> Codes:
+        if self.codes.device == device:
+            return self
         zeros, order, mins = (None if each is None else each.to(device) for each in (self.zeros, self.order, self.mins))
         codes, scales = self.codes.to(device), self.scales.to(device)
         return replace(self, codes=codes, scales=scales, zeros=zeros, order=order, mins=mins)

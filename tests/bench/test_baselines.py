@@ -1,3 +1,4 @@
+import subprocess
 import sys
 import textwrap
 import venv
@@ -50,6 +51,15 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"baseline_{name}.py").write_text(textwrap.dedent(text))
     root = Path(engine.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+
+
+@pytest.mark.slow
+def test_what_a_baseline_imports_needs_no_package_of_the_client() -> None:
+    """The environments of other engines have neither protobuf nor gRPC."""
+    blocked = "import sys; sys.modules |= {'google.protobuf': None, 'grpc': None}"
+    imported = "import bench.comparison.open_loop, bench.comparison.subprocess_runner, decant.bench.model_shapes"
+    done = subprocess.run([sys.executable, "-c", f"{blocked}; {imported}"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
