@@ -37,6 +37,9 @@ ComputeEfficiency = Annotated[float, Option(help="Share of the peak rate that a 
 Dtype = Annotated[str, Option(help="Dtype: bfloat16, float16 or float32.")]
 Quantization = Annotated[str | None, Option(help="Quantization of weights: int8, fp8 or int4; unset: the model's.")]
 KvDtype = Annotated[str | None, Option(help="Dtype of the KV cache, also int8 or fp8; unset: that of --dtype.")]
+AdapterMemory = Annotated[
+    str | None, Option(help="Memory of a worker for LoRA adapters, its --adapter-memory, such as 2G; unset: none.")
+]
 PromptTokens = Annotated[str | None, Option(help="Prompt length, or range of lengths; unset: 1500-2000.")]
 OutputTokens = Annotated[str | None, Option(help="Output length, or range of lengths; unset: 500.")]
 Rate = Annotated[float | None, Option(help="Requests per second; unset: 1, or those of --trace.")]
@@ -80,6 +83,7 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
     bandwidth: Bandwidth = None,
     flops: Flops = None,
     memory_share: MemoryShare = 0.9,
+    adapter_memory: AdapterMemory = None,
     bandwidth_efficiency: BandwidthEfficiency = 0.8,
     compute_efficiency: ComputeEfficiency = 0.6,
     dtype: Dtype = "bfloat16",

@@ -32,6 +32,7 @@ class PlanOptions:
     bandwidth: str | None = None
     flops: str | None = None
     memory_share: float = 0.9
+    adapter_memory: str | None = None
     bandwidth_efficiency: float = 0.8
     compute_efficiency: float = 0.6
     dtype: str = "bfloat16"
@@ -100,6 +101,7 @@ def parse(options: PlanOptions) -> Inputs:
             weights,
             shape.kv_layout(kv_dtype),
             _share("--memory-share", options.memory_share),
+            parse_bytes("--adapter-memory", options.adapter_memory) if options.adapter_memory is not None else 0,
         ),
         speed=Measured(profile.prefill, profile.decode) if profile else roofline(shape, device, dtypes, share),
         workload=workload,

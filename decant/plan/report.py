@@ -34,6 +34,7 @@ def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict
         "slo": asdict(inputs.slo),
         "memory": {
             "weights_bytes": kv_capacity.weights,
+            "adapter_bytes": kv_capacity.adapters,
             "kv_bytes_per_token": kv_capacity.kv_token,
             "kv_bytes": kv_capacity.kv_bytes,
             "tokens": kv_capacity.tokens,
@@ -76,6 +77,7 @@ def _memory(inputs: Inputs) -> Sequence[tuple[str, str]]:
     kv_capacity, workload = inputs.kv_capacity, inputs.workload
     rows = [
         ("weights", f"{show_bytes(kv_capacity.weights)} of {show_bytes(kv_capacity.memory)}"),
+        *([("adapters", show_bytes(kv_capacity.adapters))] if kv_capacity.adapters else []),
         ("KV cache of a token", show_bytes(kv_capacity.kv_token)),
         ("KV cache", f"{show_bytes(kv_capacity.kv_bytes)}: {kv_capacity.tokens:,} tokens"),
         (f"sequences of {workload.longest:,} tokens", f"{kv_capacity.sequences(workload.longest):,}"),

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from decant.protos import worker_pb2 as wire
 from decant.runtime.enum_names import enum_labels
 from decant.runtime.errors import FaultOwner
-from decant.runtime.telemetry import metrics
+from decant.runtime.telemetry import metrics, usage_metrics
 from docs.generate.markdown import code, head, page, sentence, table
 
 INTRO = """\
@@ -126,8 +126,13 @@ def _labels(causes: Iterable[str]) -> list[tuple[str, str]]:
         ("`model`", "models that the router serves"),
         (
             "`tenant`",
-            f"tenants of `--credentials`: the first {metrics.MAX_TENANTS} of the file, then `{metrics.OTHER_TENANTS}`;"
-            " `default` without the file",
+            f"tenants of `--credentials`: the first {usage_metrics.MAX_TENANTS} of the file, then "
+            f"`{usage_metrics.OTHER_TENANTS}`; `default` without the file",
+        ),
+        (
+            "`adapter`",
+            f"names of adapters: the first {usage_metrics.MAX_ADAPTERS} that requests use, then "
+            f"`{usage_metrics.OTHER_ADAPTERS}`",
         ),
         (
             "`outcome`",

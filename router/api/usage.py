@@ -53,6 +53,7 @@ class RequestMeter:
             request_id=shorten(stream.request.key.id),
             tenant=shorten(stream.request.key.tenant),
             model=stream.request.engine_request.model,
+            adapter=stream.request.payload.lora_name or None,
             user=shorten(stream.request.payload.user) if stream.request.payload.user else None,
             outcome=outcome,
             attempts=stream.trace.attempts,
@@ -66,11 +67,12 @@ class RequestMeter:
 
     def _count(self, outcome: str) -> None:
         stream, metrics = self._stream, self._metrics
-        tenant = stream.request.key.tenant
+        tenant, adapter = stream.request.key.tenant, stream.request.payload.lora_name
         num_tokens = stream.num_tokens
         before, stream.delivery.counted = stream.delivery.counted, num_tokens
         metrics.generated.inc(num_tokens - (before or 0))
         metrics.tenants.count_tokens(tenant, num_tokens - (before or 0))
+        metrics.adapters.count_tokens(adapter, num_tokens - (before or 0))
         if num_tokens and not before:
             metrics.prompt[PromptSource.CACHED].inc(stream.cached_tokens)
             metrics.prompt[PromptSource.COMPUTED].inc(max(0, stream.request.prompt_tokens - stream.cached_tokens))
@@ -78,6 +80,7 @@ class RequestMeter:
             return
         metrics.count_request(outcome.removeprefix("FINISH_REASON_").lower())
         metrics.tenants.count_request(tenant, stream.request.prompt_tokens)
+        metrics.adapters.count_request(adapter, stream.request.prompt_tokens)
         metrics.e2e.observe(self._now() - stream.request.accepted_at)
         for histogram, seconds in (
             (metrics.queue, queue_s(stream)),

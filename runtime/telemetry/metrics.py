@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from importlib.metadata import version
-from itertools import islice
 from types import MappingProxyType
 
 import grpc
@@ -17,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.protocol import PROTOCOL
+from decant.runtime.telemetry.usage_metrics import AdapterMetrics, TenantMetrics
 
 PREFIX = "decant"
 
@@ -36,8 +36,6 @@ HANDOFF_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 HANDOFF_BYTES = tuple(float(4**power * 1024) for power in range(2, 13))
 """16 KiB to 16 GiB."""
 
-MAX_TENANTS = 100
-OTHER_TENANTS = "other"
 REFUSALS = (Reason.QUEUE_FULL, Reason.QUOTA_EXCEEDED, Reason.NO_WORKER, Reason.STATE_STORE_UNAVAILABLE)
 """Reasons for which a router refuses valid requests."""
 
@@ -141,39 +139,9 @@ class ProcessMetrics:
         self.errors.labels(error.label, error.code.name, error.fault_owner.value).inc()
 
 
-class TenantMetrics:
-    def __init__(self, registry: Registry, tenants: Iterable[str]) -> None:
-        label = ("tenant",)
-        self._requests = registry.counter(
-            "tenant_requests_total", "Requests of a tenant that ended or lost their client.", label
-        )
-        self._refused = registry.counter(
-            "tenant_requests_refused_total", "Requests of a tenant that were refused.", label
-        )
-        self._prompt = registry.counter("tenant_prompt_tokens_total", "Prompt tokens of a tenant's requests.", label)
-        self._generated = registry.counter("tenant_generation_tokens_total", "Output tokens sent to a tenant.", label)
-        self._labels = frozenset(islice(tenants, MAX_TENANTS))
-        for name in (*self._labels, OTHER_TENANTS):
-            for counter in (self._requests, self._refused, self._prompt, self._generated):
-                counter.labels(name)
-
-    def count_request(self, tenant: str, prompt_tokens: int) -> None:
-        self._requests.labels(self._label(tenant)).inc()
-        self._prompt.labels(self._label(tenant)).inc(prompt_tokens)
-
-    def count_tokens(self, tenant: str, tokens: int) -> None:
-        self._generated.labels(self._label(tenant)).inc(tokens)
-
-    def count_refusal(self, tenant: str) -> None:
-        self._refused.labels(self._label(tenant)).inc()
-
-    def _label(self, tenant: str) -> str:
-        return tenant if tenant in self._labels else OTHER_TENANTS
-
-
 class ModelMetrics:
     def __init__(self, parent: RequestMetrics, model: str) -> None:
-        self.tenants = parent.tenants
+        self.adapters, self.tenants = parent.adapters, parent.tenants
         self.ttft = parent.ttft.labels(model)
         self.inter_token = parent.inter_token.labels(model)
         self.e2e = parent.e2e.labels(model)
@@ -267,6 +235,7 @@ class RequestMetrics:
         )
         self.queues = QueueMetrics(registry)
         self.tenants = TenantMetrics(registry, tenants)
+        self.adapters = AdapterMetrics(registry)
         self.ready_workers = registry.gauge(
             "ready_workers", "Workers to which this router may send new requests.", ("model", "role")
         )
@@ -367,6 +336,12 @@ class EngineMetrics:
         )
         self.handoff_bytes = registry.histogram(
             "handoff_bytes", "Bytes of KV cache that a handoff transferred.", HANDOFF_BYTES
+        )
+        self.adapters = registry.gauge("adapters_in_memory", "LoRA adapters that this worker has in memory.")
+        self.adapter_bytes = registry.gauge("adapter_memory_bytes", "Memory of the adapters' matrices.")
+        self.adapter_loads = registry.counter("adapter_loads_total", "LoRA adapters that were read into memory.")
+        self.adapter_evictions = registry.counter(
+            "adapter_evictions_total", "LoRA adapters that left memory for others, within --adapter-memory."
         )
         failures = registry.counter("handoff_failures_total", "Handoffs that failed, by cause.", ("cause",))
         self.handoff_failures = {cause: failures.labels(cause) for cause in causes}

@@ -48,6 +48,9 @@ def test_options_change_what_they_name() -> None:
     assert int8["memory"]["weights_bytes"] < 0.52 * base["memory"]["weights_bytes"]
     with_scales = (128 + 2) / 256  # of a key or value of 128 numbers, each of two bytes in bfloat16
     assert int8["memory"]["kv_bytes_per_token"] == with_scales * base["memory"]["kv_bytes_per_token"]
+    adapted = plan(*A100, "--adapter-memory", "2G")
+    assert adapted["memory"]["kv_bytes"] == base["memory"]["kv_bytes"] - (2 << 30)
+    assert adapted["memory"]["adapter_bytes"] == 2 << 30
     assert plan(*A100, "--compute-efficiency", "0.3")["plan"]["prefill_mean"] == pytest.approx(
         2 * base["plan"]["prefill_mean"]
     )

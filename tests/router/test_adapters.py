@@ -21,7 +21,7 @@ from decant.router.vllm.metadata import MODEL
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import NotFound
 from decant.state.store import Store
-from tests.router.factories import context_length, tiny, valid
+from tests.router.factories import STOPPED, context_length, tiny, valid, write
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import D2, P2, PATIENCE, Core, D, P, core, make_request, read_stored, tokens_of, until
@@ -244,6 +244,18 @@ async def test_an_adapter_is_named_beside_its_model_or_as_one(fields: dict[str, 
         assert stream.request.engine_request.adapter == digest
         assert stream.request.engine_request.model == tiny().id
         call.cancel()
+
+
+async def test_requests_and_tokens_are_counted_by_adapter() -> None:
+    async with harness() as service:
+        service.requests.known_adapters = [OLD]
+        service.requests.plan = lambda stream: write(stream, 5, 6, end=STOPPED)
+        for fields in ({"lora_name": "pirate"}, {"model": "pirate"}, {}):
+            await all_of(service.stub.GenerateStream(generate_request(**fields)))
+        text = service.registry.text().decode()
+        assert 'decant_adapter_requests_total{adapter="pirate"} 2.0' in text
+        assert 'decant_adapter_generation_tokens_total{adapter="pirate"} 4.0' in text
+        assert text.count("decant_adapter_prompt_tokens_total{") == 1
 
 
 @pytest.mark.parametrize("fields", [{"lora_name": "pirate"}, {"model": "pirate"}])

@@ -102,7 +102,10 @@ async def test_prompts_with_an_adapter_go_to_workers_that_have_it(store: Store) 
             with pytest.raises(NotFound) as missing:
                 await run(harness, adapted("poet"))
             assert str(missing.value) == "adapter: one of pirate, got poet"
-        assert [len(worker.prefills) for worker in workers] == [0, 3, 0]
+            assert [len(worker.prefills) for worker in workers] == [0, 3, 0]
+            workers[1].script.refuse = [wire.CAUSE_UNKNOWN_ADAPTER] * 10  # it has dropped it
+            with pytest.raises(NotFound, match="adapter: not found, got pirate"):
+                await run(harness, adapted("pirate"))
 
 
 async def test_continuations_follow_the_first_to_its_worker(store: Store) -> None:

@@ -8,14 +8,13 @@ from decant.runtime.errors import Internal, QueueFull
 from decant.runtime.protocol import PROTOCOL
 from decant.runtime.telemetry.metrics import (
     GATEWAY_NAMES,
-    MAX_TENANTS,
-    OTHER_TENANTS,
     EngineMetrics,
     ProcessMetrics,
     PromptSource,
     Registry,
     RequestMetrics,
 )
+from decant.runtime.telemetry.usage_metrics import MAX_ADAPTERS, MAX_TENANTS, OTHER_ADAPTERS, OTHER_TENANTS
 
 
 def names(registry: Registry) -> set[str]:
@@ -129,6 +128,20 @@ def test_tenants_beyond_the_limit_share_one_label() -> None:
         assert f'decant_tenant_prompt_tokens_total{{tenant="{name}"}} {3 * value}.0' in text
         assert f'decant_tenant_generation_tokens_total{{tenant="{name}"}} {2 * value}.0' in text
     assert text.count("decant_tenant_requests_total{") == MAX_TENANTS + 1
+
+
+def test_adapters_beyond_the_limit_share_one_label_and_requests_without_one_have_none() -> None:
+    registry = Registry(process=False)
+    adapters = RequestMetrics(registry).adapters
+    for name in ("", *(f"a{number}" for number in range(MAX_ADAPTERS + 5)), "a0"):
+        adapters.count_request(name, prompt_tokens=3)
+        adapters.count_tokens(name, 2)
+    text = registry.text().decode()
+    for name, value in (("a0", 2), (f"a{MAX_ADAPTERS - 1}", 1), (OTHER_ADAPTERS, 5)):
+        assert f'decant_adapter_requests_total{{adapter="{name}"}} {value}.0' in text
+        assert f'decant_adapter_prompt_tokens_total{{adapter="{name}"}} {3 * value}.0' in text
+        assert f'decant_adapter_generation_tokens_total{{adapter="{name}"}} {2 * value}.0' in text
+    assert text.count("decant_adapter_requests_total{") == MAX_ADAPTERS + 1
 
 
 def test_gauges_are_set_before_each_scrape() -> None:

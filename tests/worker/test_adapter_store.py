@@ -18,7 +18,9 @@ from decant.engine.fake import ADAPTER
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.errors import InvalidArgument, NotFound, from_call
+from decant.runtime.telemetry.metrics import Registry
 from decant.worker.adapter_store import AdapterStore
+from decant.worker.report.metrics import WorkerMetrics
 from tests.worker.harness import ADAPTER_NAMES, WorkerHarness, make_work, run_alone, worker
 from tests.worker.waiting import PATIENCE, eventually
 
@@ -55,7 +57,8 @@ async def on_device(harness: WorkerHarness) -> set[str]:
 
 async def test_the_least_recently_used_ones_leave_and_a_use_loads_one_again(tmp_path: Path) -> None:
     async with bounded(2) as harness:
-        store = harness.host.adapters
+        store, registry = harness.host.adapters, Registry(process=False)
+        WorkerMetrics(registry, harness.host)
         a, b, c = await offer(store, tmp_path, "a", "b", "c")
         assert in_memory(store) == {"b", "c"}
         assert all(digest in store for digest in (a, b, c)), "all are offered"
@@ -65,7 +68,11 @@ async def test_the_least_recently_used_ones_leave_and_a_use_loads_one_again(tmp_
             await use.begin()
             assert in_memory(store) == {"a", "b"}
             assert await on_device(harness) == {a, b}
-        assert store.nbytes == 2 * ONE
+        text = registry.text().decode()
+        for name, value in (("adapters_in_memory", 2), ("adapter_loads_total", 4), ("adapter_evictions_total", 2)):
+            assert f"decant_{name} {value}.0\n" in text
+        (line,) = [line for line in text.splitlines() if line.startswith("decant_adapter_memory_bytes ")]
+        assert float(line.split()[1]) == 2 * ONE
 
 
 async def test_an_adapter_in_use_stays_until_its_runs_have_ended_and_a_use_of_another_waits(tmp_path: Path) -> None:

@@ -14,13 +14,16 @@ class WorkerMetrics:
     def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(registry, enum_labels(wire.Cause))
         self._host = host
-        self._preemptions = 0
+        self._preemptions = self._adapter_loads = self._adapter_evictions = 0
         self._arriving: set[str] = set()  # sequences whose KV cache is fetched, until their first step or end
         registry.before_scrape(self._count_preemptions)
         host.steps.subscribe(self._on_step)
         host.receiver.fetches.subscribe(self._on_fetch)
         host.receiver.fetch_ends.subscribe(self._on_fetch_end)
         registry.before_scrape(self._set_info)
+        registry.before_scrape(self._count_adapters)
+        metrics.adapters.set_function(lambda: host.adapters.num_loaded)
+        metrics.adapter_bytes.set_function(lambda: host.adapters.nbytes)
         metrics.queued_tokens.set_function(lambda: host.load().queued_tokens)
         metrics.leases.set_function(lambda: len(host.sender.leases.all()))
         metrics.running.set_function(lambda: host.load().running)
@@ -34,6 +37,12 @@ class WorkerMetrics:
         preemptions = self._host.last_load.preemptions
         self._metrics.preemptions.inc(preemptions - self._preemptions)
         self._preemptions = preemptions
+
+    def _count_adapters(self) -> None:
+        store = self._host.adapters
+        self._metrics.adapter_loads.inc(store.loads - self._adapter_loads)
+        self._metrics.adapter_evictions.inc(store.evictions - self._adapter_evictions)
+        self._adapter_loads, self._adapter_evictions = store.loads, store.evictions
 
     def _set_info(self) -> None:
         self._metrics.info.clear()  # an administrator may have changed the role

@@ -9,12 +9,18 @@ from decant.plan.quantities import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """Memory of one worker in bytes, of which `share` is for weights and KV cache."""
+    """Memory of one worker in bytes, of which `share` is for weights, adapters and KV cache."""
 
     memory: int
     weights: int
     layout: KvLayout
     share: float = 0.9
+    adapters: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Bytes beside the KV cache."""
+        return self.weights + self.adapters
 
     @property
     def block_size(self) -> int:
@@ -27,7 +33,7 @@ class KvCapacity:
 
     @property
     def kv_bytes(self) -> int:
-        return max(0, int(self.memory * self.share) - self.weights)
+        return max(0, int(self.memory * self.share) - self.fixed)
 
     @property
     def tokens(self) -> int:
@@ -46,16 +52,17 @@ class KvCapacity:
     def check(self, longest: int) -> None:
         """Raise InvalidPlan unless the weights and one sequence of `longest` tokens fit."""
         usable = int(self.memory * self.share)
-        if self.weights >= usable:
-            needed = show_bytes(self.weights / self.share)
+        if self.fixed >= usable:
+            needed = show_bytes(self.fixed / self.share)
+            adapters = f" and adapters of {show_bytes(self.adapters)}" if self.adapters else ""
             raise InvalidPlan(
                 "memory",
-                f"weights of {show_bytes(self.weights)} need a device of more than {needed} (of which {self.share:.0%} "
-                "is usable), or --quantization int8 or int4",
+                f"weights of {show_bytes(self.weights)}{adapters} need a device of more than {needed} "
+                f"(of which {self.share:.0%} is usable), or --quantization int8 or int4",
                 show_bytes(self.memory),
             )
         if not self.sequences(longest):
-            bytes_needed = (self.weights + self.sequence_bytes(longest + self.block_size)) / self.share
+            bytes_needed = (self.fixed + self.sequence_bytes(longest + self.block_size)) / self.share
             raise InvalidPlan(
                 "memory",
                 f"one sequence of {longest:,} tokens needs a device of {show_bytes(bytes_needed)}, --kv-dtype int8, "
