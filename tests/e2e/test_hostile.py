@@ -59,6 +59,16 @@ async def test_a_message_that_is_too_large_is_refused_by_name(harness: Harness) 
     assert await read(other) == answer(PROMPT, 500), "the connection goes on"
 
 
+@pytest.mark.parametrize(("count", "size"), [(1, 100_000), (1000, 100)])
+async def test_metadata_that_is_too_large_ends_its_own_call_only(harness: Harness, count: int, size: int) -> None:
+    other = harness.stream(500)
+    await other.read()
+    metadata = tuple((f"x-{index}", "x" * size) for index in range(count))
+    error = await harness.error_of(harness.stub.Generate(generate_request(5), metadata=metadata, timeout=PATIENCE))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await read(other) == answer(PROMPT, 500), "the connection goes on"
+
+
 async def test_too_many_streams_get_a_retry_delay(server: PrivateRedis, store: Store) -> None:
     async with scripted(server, store, "--max-active", "2", "--queue-limit", "3") as harness:
         harness.workers[1].script.pause_at = 2
