@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import struct
-import subprocess
-import sysconfig
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decant import Client, Tls, models
 from decant.protos import inference_pb2 as pb
 from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
-from tests.ports import reserved_port
+from tests.e2e.envoy import ENVOY_CONFIGS, envoy, needs_envoy
 from tests.runtime.certificates import Certificates
 
-ENVOY = Path(sysconfig.get_path("scripts"), "envoy")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ENVOY.exists(), reason="its wheel is for Linux on x86-64")]
+pytestmark = [pytest.mark.slow, needs_envoy]
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
 PROMPT = "def total(values):\n    result = 0\n"
 LONG: Any = {"max_tokens": 600, "temperature": 0, "ignore_eos": True, "timeout": PATIENCE_S}
 STREAM = "/decant.v1.InferenceService/GenerateStream"
@@ -37,73 +31,16 @@ STREAM_IDLE_TIMEOUT = "SI"
 """Envoy's flag of a response that it cut."""
 TRAILERS = 0x80
 """Flag of gRPC-Web's last frame."""
+PING, GOAWAY = 6, 7
+"""Types of frames of HTTP/2. After GOAWAY a connection has no new streams."""
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Deployment]:
-    with deployment(routers=3, router=("--max-active", "1")) as made:
+    with deployment(routers=3, router=("--max-active", "1", "--resume-grace-ms", "60000")) as made:
         yield made
         for worker in made.workers:  # one keeps an ended run of the killed router for a lease, and would drain as long
             worker.process.kill()
-
-
-@contextmanager
-def envoy(
-    routers: Sequence[str],
-    manager: Mapping[str, Any] | None = None,
-    tls: Mapping[str, Any] | None = None,
-    ca: Path | None = None,
-) -> Iterator[str]:
-    """Run Envoy with the file of the repository, these routers and changes; yield its address when it is ready."""
-    config: Any = yaml.safe_load((FOLDER / "envoy.yaml").read_text())
-    (listener,), (cluster,) = config["static_resources"]["listeners"], config["static_resources"]["clusters"]
-    (chain,) = listener["filter_chains"]
-    chain["filters"][0]["typed_config"] |= manager or {}
-    chain |= (tls or {}).get("listener", {})
-    cluster |= (tls or {}).get("cluster", {})
-    cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [{"endpoint": _endpoint(router)} for router in routers]
-    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
-        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
-        file = Path(folder, "envoy.yaml")
-        file.write_text(yaml.safe_dump(config))
-        command: list[str | Path] = [
-            ENVOY,
-            "-c",
-            file,
-            "--concurrency",
-            "1",
-            "--disable-hot-restart",
-            "--log-level",
-            "error",
-        ]
-        command += ["--file-flush-interval-msec", "100"]
-        with subprocess.Popen(command) as process:
-            try:
-                _wait_until_ready(f"127.0.0.1:{port}", ca)
-                yield f"127.0.0.1:{port}"
-            finally:
-                process.terminate()
-                process.wait(PATIENCE_S)
-
-
-def _endpoint(address: str) -> Mapping[str, Any]:
-    host, _, port = address.rpartition(":")
-    return {"address": {"socket_address": {"address": host, "port_value": int(port)}}}
-
-
-def _wait_until_ready(address: str, ca: Path | None) -> None:
-    ends = time.monotonic() + PATIENCE_S
-    request = health_pb2.HealthCheckRequest(service="ready")
-    credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
-    opened = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
-    with opened as channel:
-        while True:
-            try:
-                health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
-                return
-            except grpc.RpcError:
-                assert time.monotonic() < ends, "Envoy is not ready"
-                time.sleep(0.1)
 
 
 def test_calls_go_to_each_router_in_turn(running: Deployment) -> None:
@@ -144,7 +81,7 @@ def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 def test_clients_speak_tls_to_envoy_and_envoy_mutual_tls_to_routers(running: Deployment, tmp_path: Path) -> None:
     made = Certificates(tmp_path)
-    text = (FOLDER / "tls.yaml").read_text()
+    text = (ENVOY_CONFIGS / "tls.yaml").read_text()
     for name, file in (
         ("/certificates/tls.crt", made.certificate),
         ("/certificates/tls.key", made.key),
@@ -217,8 +154,9 @@ def access_log(file: Path) -> Any:
 
 
 def test_streams_outlive_a_router_that_drains_and_one_that_is_killed(running: Deployment) -> None:
-    with envoy(running.addresses) as address, Client(address) as client:
+    with envoy(running.addresses) as address, Client(address) as client, ThreadPoolExecutor(1) as threads:
         undisturbed = client.generate(PROMPT, **LONG).text
+        frames_of_drain = threads.submit(frame_types, running.address)
         for end in (Process.ask_to_end, Process.kill):
             with ExitStack() as stack:
                 streams = [iter(stack.enter_context(client.stream(PROMPT, **LONG))) for _ in running.routers]
@@ -231,3 +169,18 @@ def test_streams_outlive_a_router_that_drains_and_one_that_is_killed(running: De
             assert texts == [undisturbed] * len(texts)
             assert client.generate(PROMPT, max_tokens=8, timeout=PATIENCE_S).usage.completion_tokens == 8
             ended.end()
+        assert GOAWAY in frames_of_drain.result(PATIENCE_S), "a proxy opens no stream on a connection that drains"
+
+
+def frame_types(address: str) -> set[int]:
+    """Types of all frames of a connection without streams, until the server closes it."""
+    host, _, port = address.rpartition(":")
+    types: set[int] = set()
+    with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as incoming:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0")
+        while head := incoming.read(9):
+            types.add(head[3])
+            content = incoming.read(int.from_bytes(head[:3]))
+            if head[3] == PING and not head[4]:
+                connection.sendall(head[:4] + b"\1" + head[5:] + content)
+    return types

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from decant import Client, models
+from tests.e2e import example_programs
+from tests.e2e.browser import needs_chromium, served, text_of_page
 from tests.e2e.checkpoints import THINK, name_last_tokens
-from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
+from tests.e2e.deployment import Deployment, Process, deployment
+from tests.e2e.envoy import envoy, needs_envoy
+from tests.e2e.example_programs import EXAMPLES, printed
 from tests.runtime.certificates import Certificates
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "docs" / "examples"
 TEMPLATE = """\
 {#- calls: <tool_call> arguments #}
 {%- if tools %}# {{ tools | tojson }}
@@ -28,8 +28,6 @@ TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}class {% endif %}
 {%- if add_generation_prompt and 'prime' in messages[0].content %}<think>{% endif %}{# </think> #}"""
-
-OFFLINE = {"ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", "ENETUNREACH", "ERR_SOCKET_TIMEOUT"}
 
 PRINTED = {
     "again.py": r"the same text: True from the same seed: True\nREQUEST_ID_REUSED\n",
@@ -88,13 +86,6 @@ def over_tls(running: Deployment, small: Path, tmp_path: Path) -> Iterator[dict[
         }
 
 
-def printed(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def run(example: str, folder: Path, variables: dict[str, str]) -> str:
     output = printed([sys.executable, str(EXAMPLES / "python" / example)], folder, variables)
     assert re.fullmatch(PRINTED[example], output, re.DOTALL), output
@@ -123,40 +114,6 @@ def test_an_example_over_tls(over_tls: dict[str, str], tmp_path: Path) -> None:
     run("tls.py", tmp_path, over_tls)
 
 
-def node_is_there() -> bool:
-    if not shutil.which("node") or not shutil.which("npm"):
-        return False
-    version = subprocess.run(["node", "--version"], capture_output=True, text=True, timeout=PATIENCE_S).stdout
-    return int(version.strip().lstrip("v").partition(".")[0]) >= 20
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not node_is_there():
-        pytest.skip("needs Node.js 20 or newer, with npm")
-    folder = tmp_path_factory.mktemp("node")
-    for name in ("package.json", "package-lock.json", "generate.sh", "ask.js"):
-        shutil.copy(EXAMPLES / "node" / name, folder)
-    command = ["npm", "ci", "--fetch-retries=0", "--fetch-timeout=60000"]
-    installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
-    if OFFLINE & set(re.findall(r"\w+", installed.stderr)):
-        pytest.skip("the npm registry can't be reached")
-    assert installed.returncode == 0, installed.stderr
-    printed(["npm", "run", "generate", "--", str(ROOT)], folder, {"PYTHON": sys.executable})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ruby(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ruby")
-    for name in ("generate.sh", "ask.rb"):
-        shutil.copy(EXAMPLES / "ruby" / name, folder)
-    if not shutil.which("ruby") or not shutil.which("grpc_tools_ruby_protoc"):
-        pytest.skip("needs Ruby with its packages grpc and grpc-tools")
-    printed(["./generate.sh", str(ROOT)], folder, {})
-    return folder
-
-
 def check_answer(lines: list[str], address: str) -> None:
     """Check the lines of an answer and those of a resumed one, as the examples in each language print them."""
     *text, finished, resumed = lines
@@ -171,16 +128,64 @@ def check_answer(lines: list[str], address: str) -> None:
     assert json.loads(whole) == answer.text
 
 
-def test_the_example_in_node(node: Path, running: Deployment) -> None:
-    output = printed(["npm", "start", "--silent"], node, {"DECANT_ADDRESS": running.address})
-    *lines, refused, cancelled = output.removesuffix("\n").split("\n")
-    check_answer(lines, running.address)
-    assert refused == "InvalidArgument INVALID_FIELD: sampling.temperature, 0 to 100"
-    assert cancelled == "the stream ended: Canceled"
+ENDS = {
+    "go": ("InvalidArgument", ["the stream ended: Canceled"]),
+    "java": ("INVALID_ARGUMENT", ["the stream ended: CANCELLED"]),
+    "javascript": ("InvalidArgument", ["the stream ended: Canceled"]),
+    "ruby": ("GRPC::InvalidArgument", []),
+}
+"""In each language, the name of the status of the refused request, and the lines after it."""
 
 
-def test_the_example_in_ruby(ruby: Path, running: Deployment) -> None:
-    output = printed(["ruby", "ask.rb"], ruby, {"DECANT_ADDRESS": running.address})
-    *lines, refused = output.removesuffix("\n").split("\n")
-    check_answer(lines, running.address)
-    assert refused == "GRPC::InvalidArgument INVALID_FIELD: sampling.temperature, 0 to 100"
+@pytest.fixture(scope="module")
+def javascript(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return example_programs.javascript(tmp_path_factory.mktemp("javascript"))
+
+
+def check_output(output: str, language: str, address: str) -> None:
+    code, ends = ENDS[language]
+    lines = output.removesuffix("\n").split("\n")
+    refused = len(lines) - len(ends) - 1
+    check_answer(lines[:refused], address)
+    assert lines[refused:] == [f"{code} INVALID_FIELD: sampling.temperature, 0 to 100", *ends]
+
+
+def test_every_language_has_a_test() -> None:
+    assert sorted(path.name for path in EXAMPLES.iterdir()) == sorted([*ENDS, "python"])
+
+
+def test_the_example_in_node(javascript: Path, running: Deployment) -> None:
+    output = printed(["node", "node.js"], javascript, {"DECANT_ADDRESS": running.address})
+    check_output(output, "javascript", running.address)
+
+
+@pytest.mark.parametrize("language", ["go", "java", "ruby"])
+def test_the_example_in_another_language(language: str, running: Deployment, tmp_path: Path) -> None:
+    command, folder = example_programs.BUILDS[language](tmp_path)
+    output = printed(command, folder, {"DECANT_ADDRESS": running.address})
+    check_output(output, language, running.address)
+
+
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on PATH")
+def test_the_commands_of_grpcurl(running: Deployment, tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "reference" / "clients.md").read_text()
+    block = re.search(r"```\n(grpcurl .+?)```", page, re.DOTALL)
+    assert block is not None
+    commands = block[1].replace("\\\n", " ").replace("127.0.0.1:50051", running.address).splitlines()
+    services, request, answer, health = (printed(["sh", "-c", command], tmp_path, {}) for command in commands)
+    assert {"decant.v1.InferenceService", "grpc.health.v1.Health"} <= set(services.split())
+    assert "string prompt = 3;" in request
+    with Client(running.address) as client:
+        text = client.generate("def add(a, b):\n", max_tokens=24, temperature=0).text
+    deltas = re.findall(r'"text":\s+(".*")', answer)
+    assert "".join(json.loads(delta) for delta in deltas) == text
+    assert re.search(r'"completion_?[Tt]okens":\s+24', answer)
+    assert json.loads(health) == {"status": "SERVING"}
+
+
+@needs_chromium
+@needs_envoy
+def test_the_example_in_a_browser(javascript: Path, running: Deployment) -> None:
+    with envoy(running.addresses) as proxy, served(javascript) as pages:
+        output = text_of_page(f"http://{pages}/page.html?envoy=http://{proxy}", "answered")
+    check_output(output, "javascript", running.address)

@@ -1,21 +1,23 @@
-// Streams an answer, resumes a lost stream, reads the details of an error, cancels: with a client that is generated from protos/.
-//
-//     npm ci && npm run generate && DECANT_ADDRESS=127.0.0.1:50051 npm start
+// Streams an answer, resumes a lost stream, reads the details of an error, cancels: with a client that is generated from
+// protos/. node.js calls it over gRPC, page.html in a browser over gRPC-Web.
 
-import { randomUUID } from "node:crypto";
 import { create } from "@bufbuild/protobuf";
-import { Code, ConnectError, createClient } from "@connectrpc/connect";
-import { createGrpcTransport } from "@connectrpc/connect-node";
+import { Code, ConnectError } from "@connectrpc/connect";
 import { BadRequestSchema, ErrorInfoSchema } from "./gen/google/rpc/error_details_pb.js";
-import { FinishReason, GenerateRequestSchema, InferenceService } from "./gen/inference_pb.js";
+import { FinishReason, GenerateRequestSchema } from "./gen/inference_pb.js";
 
-const address = process.env.DECANT_ADDRESS ?? "127.0.0.1:50051";
-const client = createClient(InferenceService, createGrpcTransport({ baseUrl: `http://${address}` }));
+/** Show all four with a client of InferenceService; `print` appends a text to the output. */
+export async function ask(client, print) {
+  await stream(client, print);
+  await resume(client, print);
+  await refused(client, print);
+  await cancel(client, print);
+}
 
 /** A greedy request with these fields. */
 function newRequest(fields) {
   return create(GenerateRequestSchema, {
-    requestId: randomUUID(),
+    requestId: crypto.randomUUID(),
     input: { case: "prompt", value: "def read_lines(path):\n" },
     sampling: { temperature: 0 },
     stopping: { maxTokens: 40 },
@@ -24,19 +26,19 @@ function newRequest(fields) {
 }
 
 /** Print deltas as they arrive; the last message has usage and receipt. */
-async function stream() {
+async function stream(client, print) {
   for await (const { event, usage, receipt } of client.generateStream(newRequest(), { timeoutMs: 60_000 })) {
     if (event.case === "delta") {
-      process.stdout.write(event.value.text);
+      print(event.value.text);
     } else if (event.case === "finished") {
       const reason = FinishReason[event.value.finishReason];
-      console.log(`\n${reason}: ${usage.completionTokens} tokens in ${Math.round(receipt.e2eMs)} ms`);
+      print(`\n${reason}: ${usage.completionTokens} tokens in ${Math.round(receipt.e2eMs)} ms\n`);
     }
   }
 }
 
 /** Lose a stream in the middle of an answer, and read the rest by the request's id: on any router. */
-async function resume() {
+async function resume(client, print) {
   const request = newRequest();
   let seq = 0n;
   let text = "";
@@ -54,23 +56,23 @@ async function resume() {
       seq = last;
     }
   }
-  console.log(`lost after ${lost} tokens, resumed to ${seq}: ${JSON.stringify(text)}`);
+  print(`lost after ${lost} tokens, resumed to ${seq}: ${JSON.stringify(text)}\n`);
 }
 
 /** Read why a request was refused: details are typed messages. */
-async function refused() {
+async function refused(client, print) {
   try {
     await client.generate(newRequest({ sampling: { temperature: -1 } }));
   } catch (thrown) {
     const error = ConnectError.from(thrown);
     const [info] = error.findDetails(ErrorInfoSchema);
     const [bad] = error.findDetails(BadRequestSchema);
-    console.log(`${Code[error.code]} ${info.reason}: ${bad.fieldViolations[0].field}, ${info.metadata.limit}`);
+    print(`${Code[error.code]} ${info.reason}: ${bad.fieldViolations[0].field}, ${info.metadata.limit}\n`);
   }
 }
 
 /** End a request by CancelGeneration, which ends the streams of other readers too, and by leaving the stream. */
-async function cancel() {
+async function cancel(client, print) {
   const request = newRequest({ stopping: { ignoreEos: true } });
   const abort = new AbortController();
   try {
@@ -81,11 +83,6 @@ async function cancel() {
       }
     }
   } catch (thrown) {
-    console.log("the stream ended:", Code[ConnectError.from(thrown).code]);
+    print(`the stream ended: ${Code[ConnectError.from(thrown).code]}\n`);
   }
 }
-
-await stream();
-await resume();
-await refused();
-await cancel();

@@ -1,0 +1,3 @@
+module decant.example/ask
+
+go 1.19
