@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.slow
 TRITON = "tritonclient[grpc]==2.73.0"
 PROGRAM = Path(__file__).with_name("triton_program.py")
 PROMPT = "def total(values):\n    result = 0\n"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "gateways.md"
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +49,12 @@ def test_tritonclient_gets_the_text_whole_and_streamed_and_errors_by_name(
     assert found["error"] == ["StatusCode.INVALID_ARGUMENT", message]
     assert found["stream error"].endswith(message)
     assert found["other method"] == "StatusCode.UNIMPLEMENTED"
+
+
+def test_the_program_of_the_page_prints_an_answer(pair: Deployment, python: Path, tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(import json, numpy, tritonclient.+?)```", PAGE.read_text(), re.DOTALL)
+    assert "localhost:50051" in program
+    (tmp_path / "program.py").write_text(program.replace("localhost:50051", pair.address))
+    printed = succeed(python, tmp_path / "program.py", cwd=tmp_path)
+    assert printed.startswith("def add(a, b):")
+    assert len(printed.splitlines()) > 1

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
+import subprocess
+import sysconfig
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +23,11 @@ from openai import AsyncOpenAI, OpenAI
 import decant
 from tests.e2e.checkpoints import small_with
 from tests.e2e.deployment import PATIENCE_S, Deployment, Process, Worker, deployment
+from tests.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "gateways.md"
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
 )
@@ -175,6 +183,49 @@ def test_an_answer_that_its_client_leaves_ends_on_the_workers(client: OpenAI, ru
     assert owner(running) is not None
     stream.close()
     running.settled()
+
+
+@contextmanager
+def launched(command: str, router: str) -> Iterator[str]:
+    """Run the page's command of smg in front of this router; yield its URL when it answers."""
+    with reserved_port() as port, reserved_port() as metrics_port:
+        changes = {"0.0.0.0": "127.0.0.1", "8000": str(port), "grpc://router-1:50051": f"grpc://{router}"}
+        words = [changes.get(word, word) for word in shlex.split(command) if word != "grpc://router-2:50051"]
+        program = Path(sysconfig.get_path("scripts"), words[0])
+        more = ("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), "--log-level", "error")
+        with subprocess.Popen([program, *words[1:], *more]) as process:
+            try:
+                url, ends = f"http://127.0.0.1:{port}/v1", time.monotonic() + PATIENCE_S
+                with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
+                    while not answers(client):
+                        assert process.poll() is None, "smg ended"
+                        assert time.monotonic() < ends, "smg does not answer"
+                        time.sleep(0.2)
+                yield url
+            finally:
+                process.terminate()
+                process.wait(PATIENCE_S)
+
+
+def answers(client: OpenAI) -> bool:
+    try:
+        return bool(chat(client, max_tokens=1).choices)
+    except (openai.APIConnectionError, openai.APIStatusError):
+        return False
+
+
+def test_the_command_and_the_program_of_the_page(running: Deployment) -> None:
+    page = PAGE.read_text()
+    (command,) = re.findall(r"```\n(smg launch .+?)```", page, re.DOTALL)
+    (program,) = re.findall(r"```python\n(from openai .+?)```", page, re.DOTALL)
+    with launched(command.replace("\\\n", " "), running.address) as url:
+        changes = {"http://127.0.0.1:8000/v1": url, "Qwen/Qwen2.5-0.5B-Instruct": MODEL}
+        for text, instead in changes.items():
+            assert text in program
+            program = program.replace(text, instead)
+        with redirect_stdout(StringIO()) as printed:
+            exec(program, {"__name__": "__main__"})
+    assert printed.getvalue().strip()
 
 
 async def test_many_streams_at_once_are_all_complete(url: str) -> None:
