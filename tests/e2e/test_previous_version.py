@@ -29,7 +29,8 @@ PROMPT = "def total(values):\n    result = 0\n" * 12
 TOKENS = 400
 AFTER_A_CHANGE = 100
 """Tokens of an answer during which nothing is replaced."""
-BEFORE_A_CHANGE = 20
+BEFORE_THE_END = 20
+"""Tokens of an answer when the old process gets SIGTERM."""
 KINDS = ("decode_worker", "prefill_worker", "router")
 
 
@@ -84,12 +85,11 @@ class Upgrade:
         if kind == "router":
             self.router = address
 
-    def replace(self, kind: str, version: str) -> Process:
-        """Start the new process, and send SIGTERM to the old one, which is returned."""
+    def add(self, kind: str, version: str) -> Process:
+        """Start a new process beside the old one, which is returned."""
         process = self.start(kind, version)
         self.wait_ready(kind, process)
         before, self.running[kind] = self.running[kind], process
-        before.ask_to_end()
         return before
 
     async def stored(self, id: str) -> pb.Generation:
@@ -98,22 +98,22 @@ class Upgrade:
             found: pb.Generation = await InferenceServiceStub(channel).GetGeneration(request, timeout=PATIENCE_S)
             return found
 
-    async def answer(self, tokens: int = TOKENS, *, replaced: tuple[str, str] | None = None) -> Answer:
-        """Ask the newest router; replace a process when its answer has ``BEFORE_A_CHANGE`` tokens."""
+    async def answer(self, tokens: int = TOKENS, *, router: str = "", ended: Process | None = None) -> Answer:
+        """Ask a router, or the newest one; send SIGTERM to ``ended`` when the answer has ``BEFORE_THE_END`` tokens."""
         request = generate_request(PROMPT, max_tokens=tokens)
         request.request_id = str(next(self._ids))
         request.stopping.ignore_eos = True
         messages: list[pb.GenerateStreamResponse] = []
-        ended: list[Process] = []
-        async with grpc.aio.insecure_channel(self.router) as channel:
+        is_asked = False
+        async with grpc.aio.insecure_channel(router or self.router) as channel:
             async for message in InferenceServiceStub(channel).GenerateStream(request, timeout=PATIENCE_S):
                 messages.append(message)
-                if replaced is not None and message.seq > BEFORE_A_CHANGE:
-                    ended.append(await asyncio.to_thread(self.replace, *replaced))
-                    replaced = None
-        assert replaced is None
-        for process in ended:
-            assert await asyncio.to_thread(process.end) == 0
+                if ended is not None and not is_asked and message.seq > BEFORE_THE_END:
+                    ended.ask_to_end()
+                    is_asked = True
+        if ended is not None:
+            assert is_asked
+            assert await asyncio.to_thread(ended.end) == 0
         answer = join_messages(messages)
         assert answer.receipt.attempts == 1, "nothing was computed again"
         return answer
@@ -147,7 +147,9 @@ async def test_versions_that_differ_by_one_serve_together_and_replacing_each_pro
         ("prefill_worker", "old"),
         ("router", "old"),
     ):
-        during = await upgrade.answer(replaced=(kind, version))
+        router = upgrade.router
+        before = await asyncio.to_thread(upgrade.add, kind, version)
+        during = await upgrade.answer(router=router, ended=before)
         assert (during.ids, during.text) == (expected.ids, expected.text), f"while the {kind} becomes {version}"
         after = await upgrade.answer(AFTER_A_CHANGE)
         assert after.ids == expected.ids[:AFTER_A_CHANGE], f"with a {version} {kind}"
