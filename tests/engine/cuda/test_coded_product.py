@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 pytest.importorskip("triton")
 
 from decant.engine.checkpoint.coded_linear import CodedLinear
+from decant.engine.checkpoint.quantize import quantize
 from decant.engine.checkpoint.weight import CodeKind, Codes, Weight
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import coded_product
 from decant.engine.cuda.coded_product import CodedProduct, TileShape, merge_products, replace_coded, tile_depth
 from decant.engine.cuda.fused_layer import TritonLayer
-from decant.engine.engine import Engine
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice
-from decant.engine.scheduler import Limits
 from tests import gpu
 from tests.engine import quantized, tiny
 from tests.engine.cuda.test_backend import InterpretedBackend, shorten_trials
@@ -102,7 +102,7 @@ def test_every_code_is_its_number(kind: CodeKind) -> None:
     assert torch.equal(found.T.float().cpu(), codes.dequantize(torch.float32))
 
 
-@every_case
+@pytest.mark.parametrize("case", ["int8", "int4-zeros", "int4-mins", "fp8-blocks"])
 def test_a_row_has_the_same_bits_in_any_batch(case: str) -> None:
     codes = CASES[case]()
     product, rows = product_of(codes, torch.bfloat16, is_exact=True), random(35, codes.shape[1])
@@ -186,10 +186,6 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch, *, exact: bool = False
     return load(settings, backend=InterpretedBackend(DEVICE, exact=exact))
 
 
-def tokens_of(device: ModelDevice) -> list[int]:
-    return tiny.run(Engine(device, Limits(context_length=64)), [tiny.greedy("r", tiny.prompt(9, 1), 3)]).tokens["r"]
-
-
 def checkpoint(folder: Path) -> Path:
     config = tiny.config("llama", num_attention_heads=2, num_key_value_heads=1)
     config.num_hidden_layers = 1
@@ -197,26 +193,30 @@ def checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_quantized_checkpoint_is_served_from_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_checkpoint_is_served_from_its_codes_and_exact_by_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoint(tmp_path)
     quantized.quantize(folder, LAYOUTS["gptq-4-64-act-order"])
-    device = served(folder, monkeypatch, dtype="float32")
+    device = served(folder, monkeypatch, exact=True, dtype="bfloat16")
     assert isinstance(device.backend, cuda_backend.CudaBackend)
     assert device.backend.fallbacks == {}
     assert sum(isinstance(module, CodedProduct) for module in device.model.modules()) == 7
     assert sum(isinstance(module.forward, TritonLayer) for module in device.model.modules()) == 1
-    settings = ModelConfig(str(folder), dtype="float32", device="cpu", context_length=64, kv_bytes=1 << 20)
-    assert tokens_of(device) == tokens_of(load(settings))
-
-
-@pytest.mark.slow
-def test_a_model_that_is_quantized_at_load_is_exact_by_the_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = served(checkpoint(tmp_path), monkeypatch, exact=True, dtype="bfloat16", quantize="int4")
     assert device.equal_bits
     assert device.probe_result.exact
-    assert sum(isinstance(module, CodedProduct) for module in device.model.modules()) == 8
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     kind: Any = cuda_backend.CudaBackend.kind
     assert kind.fget(device.backend).endswith(": attention, layers, sampling, quantized weights, exact products")
+
+
+def test_layers_that_are_quantized_at_load_are_multiplied_as_codes() -> None:
+    config: Any = tiny.config("llama")
+    model: Any = LlamaForCausalLM(config)
+    quantize(model.to(DEVICE), "int4")
+    reason = replace_coded(model, torch.float32, DEVICE, lambda trial: trial(), is_exact=False)
+    assert reason is None
+    head, layer = model.lm_head, model.model.layers[0].mlp.up_proj
+    assert isinstance(head, CodedProduct)
+    assert isinstance(layer, CodedProduct)
+    assert (head.layout.kind, layer.layout.kind) == (CodeKind.INT8, CodeKind.INT4)
