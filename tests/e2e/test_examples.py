@@ -67,7 +67,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(small: Path) -> Iterator[Deployment]:
-    with deployment(routers=2, model=str(small)) as made:
+    with deployment(routers=2, model=str(small), router=("--resume-grace-ms", "60000")) as made:
         yield made
 
 
