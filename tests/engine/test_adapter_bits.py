@@ -199,6 +199,52 @@ def test_an_engine_continues_each_request_with_its_adapter(model: Path, folders:
     assert len({tuple(tokens) for tokens in apart.values()}) == 3
 
 
+@slow
+def test_answers_are_of_one_revision_while_adapters_are_added_replaced_and_removed(
+    model: Path, folders: Mapping[str, Path]
+) -> None:
+    device = serve(model, dtype="float32", kv_bytes=4 << 20)
+    digests = {name: add(device, folder) for name, folder in folders.items()}
+    tokens: dict[str, list[int]] = {}
+
+    def begin(engine: Engine, id: str, name: str) -> None:
+        stop = StopParams(max_tokens=12)
+        engine.add(Request(id, tiny.prompt(40, 3), stop=stop, adapter=digests.get(name, "")))
+        tokens[id] = []
+
+    def step(engine: Engine, count: int) -> None:
+        for _ in range(count):
+            for token in engine.step().tokens:
+                tokens[token.id].append(token.token)
+
+    def make() -> Engine:
+        return Engine(device, Limits(token_budget=64, max_running=8, context_length=128))
+
+    for name in ("none", "one", "two"):
+        alone = make()
+        begin(alone, name, name)
+        step(alone, 20)
+    engine = make()
+    for name, digest in digests.items():
+        engine.remove_adapter(digest)
+        assert digest not in device.adapters
+        engine.add_adapter(device.adapters.load(name, folders[name]))
+    begin(engine, "running", "one")
+    begin(engine, "plain", "none")
+    step(engine, 4)
+    engine.remove_adapter(digests["one"])  # it stays for the one that runs, and the other takes its place
+    begin(engine, "new", "two")
+    step(engine, 2)
+    engine.add_adapter(device.adapters.load("one", folders["one"]))
+    begin(engine, "again", "one")
+    engine.remove_adapter(digests["two"])
+    step(engine, 30)
+    for id, name in (("running", "one"), ("plain", "none"), ("new", "two"), ("again", "one")):
+        assert tokens[id] == tokens[name], id
+    assert [digest in device.adapters for digest in digests.values()] == [True, False]
+    assert len({tuple(tokens[name]) for name in ("none", "one", "two")}) == 3
+
+
 def test_sequences_of_other_adapters_share_no_blocks() -> None:
     device = make_device(32)
     for digest in ("a1", "b2"):
