@@ -34,6 +34,8 @@ from tests.worker.waiting import PATIENCE, expire, expire_orphans
 PROMPT = 21
 WANTED = 60
 STEP_S = 0.003
+SLOW_STEP_S = 0.03
+"""Of steps during which a drain becomes known, also on a busy machine."""
 LEASE_MS = 300_000
 """Longer than a test waits: an unused lease that is not released fails the test."""
 
@@ -137,7 +139,7 @@ async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -
 )
 @pytest.mark.slow
 async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(store: Store) -> None:
-    async with moving(store) as harness:
+    async with moving(store, step_s=SLOW_STEP_S) as harness:
         begun = [await harness.begin(number, wanted=200) for number in range(4)]
         for stream, _ in begun:
             await until_written(stream, 3)
@@ -165,6 +167,7 @@ async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, pref
             leaving = rng.choice("de")
             there = [stream for stream, _ in begun if harness.at(stream) == leaving]
             harness.drain(leaving)
+            harness.workers[leaving].device.step_s = SLOW_STEP_S
             for stream, expected in begun:
                 await checked(stream, expected)
             moved += sum(harness.at(stream) != leaving for stream in there)
