@@ -214,6 +214,25 @@ async def test_a_run_that_waits_for_the_memory_of_its_adapter_can_be_cancelled(t
         await eventually(lambda: store._turn.locked() is False)
 
 
+async def test_a_prompt_that_waits_for_its_turn_keeps_no_adapter_from_one_before_it(tmp_path: Path) -> None:
+    """The one before it is admitted, and waits for memory; the queue is full until it ends."""
+    async with bounded(1) as harness:
+        a, b = await offer(harness.host.adapters, tmp_path, "a", "b")
+        harness.device.hold()
+        fills = 4 * 40  # tokens of more than half of the pool
+        works = [make_work(fills, 1, seed=seed) for seed in range(3)]
+        works[1].adapter, works[2].adapter = b, a
+        works[2].age_ms = 60_000
+        calls = []
+        for number, work in enumerate(works):
+            calls.append(harness.ask(work, request=f"t/{number}", handoff=False))
+            await harness.runs(number + 1)
+        harness.device.go_on()
+        for call in calls:
+            await call.expect("first")
+            await call.ended()
+
+
 async def admin(harness: WorkerHarness, method: str, **fields: Any) -> Any:
     request = getattr(wire, f"{method}Request")(worker=harness.host.peer, **fields)
     try:

@@ -50,7 +50,6 @@ class PrefillExecutor:
             async with asyncio.timeout(run.remaining_s):
                 with tracing.span("prefill", run.traceparent) as span:
                     await self._prepare(run, adapter)
-                    await run.until(lambda: run.is_admitted)
                     self._add_to_engine(run)
                     await run.until(lambda: run.started is not None)
                     span.event("scheduled")
@@ -79,10 +78,12 @@ class PrefillExecutor:
         run.close(**last_event)
 
     async def _prepare(self, run: PrefillRun, adapter: AdapterUse) -> None:
+        """Wait until the engine may have the run."""
         try:
-            if run.request.adapter:
-                await self._begin(run, adapter)
             await self._host.prepare(run.request)
+            await run.until(lambda: run.is_admitted)
+            if run.request.adapter:  # not before: an admitted run may wait for its memory, and keep others waiting
+                await self._begin(run, adapter)
         except InvalidRequest as error:
             raise RequestRejected.of(error) from None
 
