@@ -38,11 +38,18 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _OPTIONS_LIMIT = "options of redis-py's connections"
 OWN_OPTIONS = frozenset(
     [
+        "connection_class",
+        "credential_provider",
         "decode_responses",
         "encoding",
         "encoding_errors",
+        "host",
         "max_connections",
+        "path",
+        "port",
         "protocol",
+        "redis_connect_func",
+        "retry",
         "retry_on_error",
         "retry_on_timeout",
         "socket_connect_timeout",
@@ -50,7 +57,7 @@ OWN_OPTIONS = frozenset(
         "timeout",
     ]
 )
-"""They would change what replies are, or the deadline of a call."""
+"""They would change the address, what replies are or the deadline of a call, or are objects and no texts."""
 _PORT_LIMIT = "host:port with a port from 0 to 65535"
 
 
@@ -173,6 +180,8 @@ def _parse_hosts(url: str, kind: str, db: str, port: int) -> tuple[tuple[tuple[s
 
 
 def _parse_options(url: str) -> dict[str, Any]:
+    if own := OWN_OPTIONS.intersection(name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)):
+        raise BadUrl("no option that Decant decides itself", min(own))
     try:
         return dict(parse_url(url))
     except ValueError as error:
@@ -181,8 +190,6 @@ def _parse_options(url: str) -> dict[str, Any]:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse what no connection takes, as else each would fail when it opens."""
-    if own := OWN_OPTIONS & options.keys():
-        raise BadUrl("no option that Decant decides itself", min(own))
     connection = dict(options)
     kind = connection.pop("connection_class", Connection)
     try:
