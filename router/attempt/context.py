@@ -31,6 +31,8 @@ class AttemptContext:
     stream: TokenStream
     owned: OwnedRequest
     excluded_workers: set[Incarnation] = field(default_factory=set)
+    lacking_adapter: set[Incarnation] = field(default_factory=set)
+    """Workers that have refused the request because they do not have its adapter."""
     local_prefill: bool = False
     """Use no prefill worker."""
     current_decode_worker: Incarnation | None = None

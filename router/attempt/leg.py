@@ -23,10 +23,11 @@ from decant.router.attempt.failures import (
 )
 from decant.router.request.finish import finish_from_worker
 from decant.router.request.output import Output
+from decant.router.workers.needs import Needs
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.enum_names import enum_name
-from decant.runtime.errors import DeadlineExceeded
+from decant.runtime.errors import DeadlineExceeded, NotFound
 
 
 class LegOwner(Protocol):
@@ -76,12 +77,23 @@ class Leg(ABC):
 
     def on_refused(self, refused: wire.Refused) -> None:
         if refused.failure.cause == wire.CAUSE_UNKNOWN_ADAPTER:
-            self.worker.remove_adapter(self._context.needs.adapter)
-            self._fail(NoCapacity(self, is_full=False))
+            self._fail(self._adapter_missing())
         elif refused.failure.cause in RETRY_ELSEWHERE:
             self._fail(NoCapacity(self))
         else:
             self._fail(error_for(refused.failure, self.worker.incarnation))
+
+    def _adapter_missing(self) -> Exception:
+        """Have another worker take the request; end it if this one has refused it before, and no other has the adapter.
+
+        A worker that cannot read an adapter's folder offers it all the same, so it would get the request for ever.
+        """
+        context, pool, worker = self._context, self._pool, self.worker.incarnation
+        self.worker.remove_adapter(context.needs.adapter)
+        if worker in context.lacking_adapter and not pool.has_usable(context.model, Needs(context.needs.adapter)):
+            return NotFound("adapter", context.adapter_name, pool.adapters(context.model))
+        context.lacking_adapter.add(worker)
+        return NoCapacity(self, is_full=False)
 
     def on_superseded(self, superseded: wire.Superseded) -> None:
         self._fail_attempt(OwnedElsewhere(superseded.epoch))

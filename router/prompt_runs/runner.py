@@ -20,11 +20,12 @@ from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.prompt_runs.prompt_run import AdapterMissing, ComputedPrompt, PromptRun, WorkerFull
 from decant.router.prompt_runs.search import PromptWorkerSearch
 from decant.router.workers import turns
+from decant.router.workers.needs import Needs
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.background import task_group
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, Unavailable
+from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, NotFound, Unavailable
 from decant.runtime.priority import queue_key
 from decant.runtime.telemetry import logs
 from decant.state.ids import Incarnation, RequestKey
@@ -125,6 +126,7 @@ class PromptRunner:
     ) -> tuple[ComputedPrompt, Incarnation]:
         """Compute a prompt, at another worker after a failure; return the worker with the result."""
         pool, prefix, failed = self._router.pool, PromptBlocks(request), set[Incarnation]()
+        lacking_adapter = set[Incarnation]()
         for block_size in pool.block_sizes(request.model):
             await prefix.prepare(block_size)
         order = queue_key(running.accepted_at, running.batch.priority)
@@ -139,7 +141,9 @@ class PromptRunner:
             except WorkerFull:
                 worker.load.mark_full()
             except AdapterMissing:
-                continue
+                if worker.incarnation in lacking_adapter and not pool.has_usable(request.model, Needs(request.adapter)):
+                    raise NotFound("adapter", name, pool.adapters(request.model)) from None
+                lacking_adapter.add(worker.incarnation)
             except AttemptFailed as error:
                 failures += 1
                 failed.add(worker.incarnation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -144,6 +145,29 @@ async def test_a_worker_with_an_adapter_that_it_refused_gets_its_requests_once_i
             await store.workers.register(workers[0].registration)
             await until(lambda: stream.end is not None)
             assert tokens_of(stream) == answer(PROMPT, 5)
+
+
+async def test_a_request_ends_if_workers_refuse_its_adapter_whenever_they_are_listed(
+    store: Store,
+) -> None:
+    async with fleet(D, D2) as workers, core(store, workers) as harness:
+        for worker in workers:
+            worker.script.refuse = [wire.CAUSE_UNKNOWN_ADAPTER] * 10_000
+        stream = await harness.requests.begin(adapted())
+
+        async def list_again() -> None:
+            for number in count():
+                for worker in workers:
+                    give(worker, OLD, wire.Adapter(name="other", digest=str(number)))
+                    await store.workers.register(worker.registration)
+                await asyncio.sleep(0.01)
+
+        listing = asyncio.create_task(list_again())
+        try:
+            await until(lambda: stream.end is not None)
+        finally:
+            listing.cancel()
+        assert isinstance(stream.end, NotFound)
 
 
 async def test_workers_that_have_the_adapter_in_memory_are_preferred_until_they_have_much_to_do(store: Store) -> None:

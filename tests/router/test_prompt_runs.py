@@ -108,6 +108,22 @@ async def test_prompts_with_an_adapter_go_to_workers_that_have_it(store: Store) 
                 await run(harness, adapted("pirate"))
 
 
+async def test_a_prompt_ends_if_its_adapter_is_refused_whenever_its_worker_is_listed(store: Store) -> None:
+    async with fleet(P) as workers, core(store, workers) as harness:
+        workers[0].script.refuse = [wire.CAUSE_UNKNOWN_ADAPTER] * 1000
+        running = asyncio.create_task(run(harness, adapted("pirate")))
+        for number in range(1000):
+            if running.done():
+                break
+            del workers[0].registration.adapters[:]
+            workers[0].registration.adapters.add(name="pirate", digest="pirate's")
+            workers[0].registration.adapters.add(name="other", digest=str(number))
+            await store.workers.register(workers[0].registration)
+            await asyncio.sleep(0.01)
+        with pytest.raises(NotFound, match="got pirate"):
+            await asyncio.wait_for(running, 0)
+
+
 async def test_continuations_follow_the_first_to_its_worker(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as harness:
         await run(harness, scores(12))
