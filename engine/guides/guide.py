@@ -28,7 +28,7 @@ _WHOLE = '%llguidance {"no_forcing": true}\nstart: @whole\n'
 """Each token is chosen by its mask alone. Else the library writes the only text that can follow ahead of the tokens,
 which takes time by its length: without end for ``T T`` and ``T: "t"+``, of which the first T takes each letter.
 """
-_LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+_LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|#[^\n]*|//[^\n]*|/(?:\\.|[^/\\])+/')
 _REFUSED_IN_GRAMMAR = re.compile(r"%json\b|%llguidance\b|\btemperature\b(?=\s*=)|<\[[^\]]*\]>")
 _TOKEN = re.compile(r"<[^\s<>]+>")
 _NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f]")

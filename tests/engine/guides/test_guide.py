@@ -113,6 +113,7 @@ def test_a_guide_beyond_a_limit_is_refused_by_its_field(kind: GuideKind, fields:
         ('start: %json {"x-guidance": {}}', "%json"),
         ('%llguidance {"no_forcing": true}\nstart: "a"', "%llguidance"),
         ("start: a\na[temperature=2.0]: /a/", "temperature"),
+        ('start: /a\n"/ <[5]> /"/', "<[5]>"),  # the expression has a line break and a quote
     ],
 )
 def test_what_a_grammar_would_hide_from_the_checks_is_refused_by_name(grammar: str, name: str) -> None:
