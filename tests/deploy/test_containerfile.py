@@ -22,8 +22,9 @@ SCRIPT = (ROOT / "deploy" / "build_image.sh").read_text()
 
 
 def test_every_package_is_in_the_image() -> None:
+    assert not (ROOT / ".containerignore").exists(), "Docker reads .dockerignore alone"
     packages = {init.parent.name for init in ROOT.glob("*/__init__.py")} - {"tests", "bench"}
-    ignored = (ROOT / ".containerignore").read_text().splitlines()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for package in packages:
         assert f"\nCOPY {package} {package}\n" in TEXT
         assert f"!{package}" in ignored
@@ -94,7 +95,7 @@ def test_the_health_check_asks_the_admin_port(admin_port: int) -> None:
     assert check_health(DECANT_ADMIN_PORT="x")[0] == 1
     assert check_health() == (0, "no health check: DECANT_ADMIN_PORT is not set")
     assert "/usr/local/lib/decant/health_check.py" in TEXT
-    assert "!deploy/health_check.py" in (ROOT / ".containerignore").read_text().splitlines()
+    assert "!deploy/health_check.py" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
 def test_the_processes_of_the_demo_have_settings_that_they_accept() -> None:
