@@ -48,6 +48,7 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
+    "tests/e2e/test_every_cut.py",
     "tests/e2e/test_examples.py",
     "tests/e2e/test_install.py",
     "tests/e2e/test_previous_version.py",
