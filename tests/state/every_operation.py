@@ -36,52 +36,59 @@ class Step:
     trips: int = 1  # round trips to Redis
 
 
-async def walk(store: Store) -> list[Step]:
-    request, adopted = make_request(), make_request(RequestKey("tenant", "adopted"))
-    shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
-    failing = make_request(RequestKey("tenant", "failing"))
-    later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
-    limits = TenantLimits(in_flight=10, tokens_per_minute=20)
-    worker = await store.workers.register(worker_registration(Incarnation("w", 3)))
-    me = await store.routers.register(router_registration(router(1)))
+class Writes:
+    """Writes of requests whose repetition has no further effect."""
 
-    async def write() -> None:
-        request.synced_entries, request.synced_state = (
-            0,
-            (1, request.state),
-        )  # as if the answer to the last write was lost
-        await write_request(store, request)
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.request = make_request()
+        self.request.append(written(1, 2))
+        self.shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
+        self.failing = make_request(RequestKey("tenant", "failing"))
+        self.later = make_request(RequestKey("t}{", "later"))
 
-    async def go_on() -> None:
-        if request.length == 2:
-            request.transition(DECODING, NOW)
-            request.append(written(3, 4))
-        await write()
+    async def write(self) -> None:
+        # as if the answer to the last write was lost
+        self.request.synced_entries, self.request.synced_state = 0, (1, self.request.state)
+        await write_request(self._store, self.request)
 
-    async def write_logprobs() -> None:
+    async def go_on(self) -> None:
+        if self.request.length == 2:
+            self.request.transition(DECODING, NOW)
+            self.request.append(written(3, 4))
+        await self.write()
+
+    async def write_logprobs(self) -> None:
+        shown = self.shown
         if not shown.length:
             shown.record.prompt_tokens = 3
             shown.add_prompt_logprobs(packed([logprobs(1, 0), logprobs(2, 0)], 0))
             continued(shown, 1, 2)
         shown.synced_entries, shown.synced_state = 0, (1, shown.state)
-        await write_request(store, shown)
+        await write_request(self._store, shown)
 
-    async def fail() -> None:
-        if not failing.ended:
-            failing.transition(FAILED, NOW)
-        failing.synced_state = None
-        await write_request(store, failing)
+    async def fail(self) -> None:
+        if not self.failing.ended:
+            self.failing.transition(FAILED, NOW)
+        self.failing.synced_state = None
+        await write_request(self._store, self.failing)
 
-    async def end() -> None:
-        if not request.ended:
-            request.transition(SUCCEEDED, NOW)
-        await write()
+    async def end(self) -> None:
+        if not self.request.ended:
+            self.request.transition(SUCCEEDED, NOW)
+        await self.write()
 
-    async def write_whole() -> None:
-        later.synced_state = None
-        await write_request(store, later)
+    async def write_whole(self) -> None:
+        self.later.synced_state = None
+        await write_request(self._store, self.later)
 
-    request.append(written(1, 2))
+
+async def walk(store: Store) -> list[Step]:
+    writes, adopted, other = Writes(store), make_request(RequestKey("tenant", "adopted")), RequestKey("t2", "other")
+    failing, shown = writes.failing.key, writes.shown
+    limits = TenantLimits(in_flight=10, tokens_per_minute=20)
+    worker = await store.workers.register(worker_registration(Incarnation("w", 3)))
+    me = await store.routers.register(router_registration(router(1)))
     return [
         Step("store instance", store.instance.current, 1),
         Step("register", lambda: store.workers.register(worker_registration(Incarnation("w", 3))), 1),
@@ -91,17 +98,17 @@ async def walk(store: Store) -> list[Step]:
         Step("is registered", lambda: store.routers.is_registered(router(1)), 1),
         Step("quota", lambda: store.quotas.acquire(KEY, 10, limits), 1),
         Step("quotas", lambda: store.quotas.renew([KEY, other]), 2),
-        Step("accept", lambda: store.requests.accept(request), 2),
+        Step("accept", lambda: store.requests.accept(writes.request), 2),
         Step("accept another", lambda: store.requests.accept(adopted), 2),
-        Step("write", write, 1),
-        Step("write on", go_on, 1),
+        Step("write", writes.write, 1),
+        Step("write on", writes.go_on, 1),
         Step("accept with logprobs", lambda: store.requests.accept(shown), 2),
-        Step("write logprobs", write_logprobs, 1),
+        Step("write logprobs", writes.write_logprobs, 1),
         Step("read logprobs", lambda: store.requests.read(shown.key), 1),
-        Step("fail", fail, 3, trips=2),
-        Step("accept anew", lambda: store.requests.accept(make_request(failing.key)), 2),
-        Step("cancel", lambda: store.requests.cancel(failing.key, router(2)), 1, trips=2),
-        Step("write whole", write_whole, 2),
+        Step("fail", writes.fail, 3, trips=2),
+        Step("accept anew", lambda: store.requests.accept(make_request(failing)), 2),
+        Step("cancel", lambda: store.requests.cancel(failing, router(2)), 1, trips=2),
+        Step("write whole", writes.write_whole, 2),
         Step("read", lambda: store.requests.read(KEY), 1),
         Step("adopt", lambda: store.requests.adopt(adopted.key, router(2), epoch=1), 2, trips=2),
         Step("adopt orphan", lambda: store.requests.adopt_orphan(adopted.key, router(2)), 2, trips=2),
@@ -109,7 +116,7 @@ async def walk(store: Store) -> list[Step]:
         Step("take", lambda: store.open.take(router(2), router(3)), 1),
         Step("open", lambda: store.open.of(router(3)), 0),
         Step("remove", lambda: store.open.remove(router(3), [KEY]), 0),
-        Step("end", end, 2, trips=2),
+        Step("end", writes.end, 2, trips=2),
         Step("trim", lambda: store.results.trim(1 << 40), 1),
         Step("memory", store.results.memory, 0),
         Step("discard", lambda: store.results.trim(0), 5, trips=3),
