@@ -148,24 +148,66 @@ def _serialized(*messages: Any) -> list[bytes]:
 
 def _clients(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     models = Models([tiny()])
-    callers = auth.Credentials({hashlib.sha256(b"secret").hexdigest(): auth.Tenant("a", models)})
+    yield from _generation_requests(loop, models)
+    yield from _prompt_requests(loop)
+    yield from _texts_of_clients(models)
+
+
+REFUSALS = (DecodeError, ServiceError)
+
+
+def _generation_requests(loop: asyncio.AbstractEventLoop, models: Models) -> Iterator[Target]:
+    """Of each API that generates."""
+
+    def check(request: pb.GenerateRequest) -> None:
+        loop.run_until_complete(validate(request, models, context_length(CONTEXT), Deadline(), "a"))
 
     def generate(data: bytes) -> None:
         request = pb.GenerateRequest.FromString(data)
-        if request.HasField("messages"):
-            return  # rendered in a process of its own
-        loop.run_until_complete(validate(request, models, context_length(CONTEXT), Deadline(), "a"))
+        if not request.HasField("messages"):  # they are rendered in a process of its own
+            check(request)
 
-    def call(kind: Any, answer: Any) -> Callable[[bytes], None]:
+    def kserve_request(data: bytes) -> None:
+        with kserve_requests.kserve_field_names():
+            own, _ = kserve_requests.generate_request(kserve.ModelInferRequest.FromString(data))
+            own.model = ""
+            check(own)
+
+    def vllm_request(data: bytes) -> None:
+        head, _, body = data.partition(b"\0|\0")
+        pairs = [pair.partition("=") for pair in head.decode("latin-1").split("\n")]
+        described = call_metadata([(name, value) for name, _, value in pairs], {"batch": -1})
+        check(generate_request(vllm.GenerateRequest.FromString(body), described))
+
+    yield Target("vLLM's request", [VLLM_HEAD + b"\0|\0" + VLLM.SerializeToString()], vllm_request, REFUSALS)
+    yield Target("KServe's request", _serialized(*KSERVE), kserve_request, REFUSALS)
+    yield Target("GenerateRequest", _serialized(*GENERATE), generate, REFUSALS)
+
+
+def _prompt_requests(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
+    def decoder(kind: Any, read: Any, check: Callable[[Any], object] = lambda _: None) -> Callable[[bytes], None]:
         def decode(data: bytes) -> None:
             request = kind.FromString(data)
             check_size(request)
             check_known(request)
             if kind is pb.TokenizeRequest and request.HasField("messages"):
                 return
-            loop.run_until_complete(answer(request, tiny(), CONTEXT, Deadline()))
+            check(request)
+            loop.run_until_complete(read(request, tiny(), CONTEXT, Deadline()))
 
         return decode
+
+    text, ids = pb.TokenizeRequest(text="def f"), pb.DetokenizeRequest(token_ids=[1, 2, 300])
+    score = decoder(pb.ScoreRequest, score_prompts, check_score)
+    embed = decoder(pb.EmbedRequest, embed_prompts, check_embed)
+    yield Target("ScoreRequest", _serialized(SCORE), score, REFUSALS)
+    yield Target("EmbedRequest", _serialized(EMBED), embed, REFUSALS)
+    yield Target("TokenizeRequest", _serialized(text), decoder(pb.TokenizeRequest, tokenize), REFUSALS)
+    yield Target("DetokenizeRequest", _serialized(ids), decoder(pb.DetokenizeRequest, detokenize), REFUSALS)
+
+
+def _texts_of_clients(models: Models) -> Iterator[Target]:
+    callers = auth.Credentials({hashlib.sha256(b"secret").hexdigest(): auth.Tenant("a", models)})
 
     def metadata(data: bytes) -> None:
         text = data.decode("latin-1")
@@ -177,40 +219,6 @@ def _clients(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
             data.split(b"\r\n", 1)[0].decode("latin-1"), is_local=True
         )
 
-    def kserve_request(data: bytes) -> None:
-        with kserve_requests.kserve_field_names():
-            own, _ = kserve_requests.generate_request(kserve.ModelInferRequest.FromString(data))
-            own.model = ""
-            loop.run_until_complete(validate(own, models, context_length(CONTEXT), Deadline(), "a"))
-
-    def prompts(kind: Any, check: Any, read: Any) -> Callable[[bytes], None]:
-        def decode(data: bytes) -> None:
-            request = kind.FromString(data)
-            check_size(request)
-            check_known(request)
-            check(request)
-            loop.run_until_complete(read(request, tiny(), CONTEXT, Deadline()))
-
-        return decode
-
-    def vllm_request(data: bytes) -> None:
-        head, _, body = data.partition(b"\0|\0")
-        pairs = [pair.partition("=") for pair in head.decode("latin-1").split("\n")]
-        described = call_metadata([(name, value) for name, _, value in pairs], {"batch": -1})
-        own = generate_request(vllm.GenerateRequest.FromString(body), described)
-        loop.run_until_complete(validate(own, models, context_length(CONTEXT), Deadline(), "a"))
-
-    refusals = (DecodeError, ServiceError)
-    yield Target("vLLM's request", [VLLM_HEAD + b"\0|\0" + VLLM.SerializeToString()], vllm_request, refusals)
-    yield Target("KServe's request", _serialized(*KSERVE), kserve_request, refusals)
-    yield Target("ScoreRequest", _serialized(SCORE), prompts(pb.ScoreRequest, check_score, score_prompts), refusals)
-    yield Target("EmbedRequest", _serialized(EMBED), prompts(pb.EmbedRequest, check_embed, embed_prompts), refusals)
-    yield Target("GenerateRequest", _serialized(*GENERATE), generate, refusals)
-    yield Target(
-        "TokenizeRequest", _serialized(pb.TokenizeRequest(text="def f")), call(pb.TokenizeRequest, tokenize), refusals
-    )
-    ids = pb.DetokenizeRequest(token_ids=[1, 2, 300])
-    yield Target("DetokenizeRequest", _serialized(ids), call(pb.DetokenizeRequest, detokenize), refusals)
     yield Target(
         "metadata", [b"Bearer secret", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"], metadata, (ServiceError,)
     )
