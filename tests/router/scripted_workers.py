@@ -18,6 +18,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
 from tests.router.fake_script import LAYOUT_HASH, MODEL, TOKENIZER
+from tests.router.scripted_prefill import ScriptedPrefill
 from tests.router.scripted_runs import (
     EOS,
     PROMPT,
@@ -25,7 +26,6 @@ from tests.router.scripted_runs import (
     Export,
     RunKey,
     RunStatus,
-    ScriptedPrefill,
     ScriptedRun,
     Step,
     failure,
