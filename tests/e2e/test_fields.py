@@ -1,35 +1,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from decant import models
 from decant.engine.request import SamplingParams
 from decant.protos import inference_pb2 as pb
-from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.runtime.errors import from_call
+from tests.e2e import conversation_fields, guide_fields  # noqa: F401 - they add their checks
 from tests.e2e.checkpoints import THINK, name_last_tokens, small_with
-from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, open_stub, run_alone
+from tests.e2e.client_checks import ask, generate_request, open_stub, run_alone
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.field_checks import CHAT, CHECKS, IDS, PROMPT, WRITTEN, Check, Stub, field, plain, request
 from tests.e2e.metrics_page import until_metric
 from tests.engine import peft_adapters
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "def total(values):\n    result = 0\n    for value in values:\n"
-IDS = TOKENIZER.encode(PROMPT).ids
-PLAIN = Tokenizer.from_str(TOKENIZER.to_str())
-PLAIN.encode_special_tokens = True
-WRITTEN = 24
 LONG = 1500
 DETACHED = 100
 """Tokens of an answer that is written to its end without a client."""
@@ -43,20 +36,7 @@ TEMPLATE = (
     "{# the format of calls: <tool_call> arguments </tool_call> #}"
 )
 ADAPTER = "pirate"
-CHAT = "chat"
 CHAT_CONFIG = {"chat_template": TEMPLATE, "split_special_tokens": False}
-
-Stub = InferenceServiceStub
-Check = Callable[[Stub], Awaitable[None]]
-CHECKS: dict[str, Check] = {}
-
-
-def field(*names: str) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        CHECKS.update(dict.fromkeys(names, check))
-        return check
-
-    return add
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +55,6 @@ async def stub(running: Deployment) -> AsyncIterator[Stub]:
     channel, made = open_stub(running.address)
     async with channel:
         yield made
-
-
-def request(**parts: Any) -> pb.GenerateRequest:
-    made = generate_request(PROMPT, max_tokens=WRITTEN)
-    made.MergeFrom(pb.GenerateRequest(**parts))
-    return made
-
-
-async def plain(stub: Stub) -> Answer:
-    return await ask(stub, request())
 
 
 def leaves(descriptor: Any) -> Iterator[str]:
@@ -147,116 +117,6 @@ async def _prompt(stub: Stub) -> None:
     same = await ask(stub, generate_request(IDS, max_tokens=WRITTEN))
     assert (same.ids, same.text) == (answer.ids, answer.text)
     assert answer.ids == [token.token for token in run_alone("float32", IDS, SamplingParams(), WRITTEN)]
-
-
-@field("Message.role", "Message.content", "Messages.add_generation_prompt")
-async def _messages(stub: Stub) -> None:
-    messages = [pb.Message(role="system", content="be brief"), pb.Message(role="user", content="add two numbers")]
-    lines = "# system: be brief\n# user: add two numbers\n"
-    for opens, text in ((None, lines + "def "), (True, lines + "def "), (False, lines)):
-        chat = request(model=CHAT)
-        chat.messages.CopyFrom(pb.Messages(messages=messages, add_generation_prompt=opens))
-        ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-        written = generate_request(ids, max_tokens=WRITTEN)
-        written.model = CHAT
-        answer, expected = await ask(stub, chat), await ask(stub, written)
-        assert answer.started.prompt_tokens == len(ids)
-        assert answer.ids == expected.ids
-
-
-@field(
-    *("ContentPart.text", "Message.name", "Message.tool_call_id", "ToolCall.id", "ToolCall.name", "ToolCall.arguments"),
-    *("Tool.name", "Tool.description", "Tool.parameters"),
-)
-async def _tools(stub: Stub) -> None:
-    calls = [pb.ToolCall(id="c1", name="now", arguments='{"a": 1}')]
-    messages = [
-        pb.Message(role="user", parts=[pb.ContentPart(text="what "), pb.ContentPart(text="time")]),
-        pb.Message(role="assistant", content="look", tool_calls=calls),
-        pb.Message(role="tool", content="noon", name="now", tool_call_id="c1"),
-    ]
-    tools = [pb.Tool(name="now", description="Time.", parameters='{"type": "object"}')]
-    text = (
-        '[{"type": "function", "function": {"name": "now", "description": "Time.", "parameters": {"type": "object"}}}]'
-        "# user: what time\n# assistant: look"
-        '[{"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"a": 1}}}]\n'
-        "# tool: noonnowc1\ndef "
-    )
-    chat = request(model=CHAT)
-    chat.messages.CopyFrom(pb.Messages(messages=messages, tools=tools))
-    assert (await ask(stub, chat)).started.prompt_tokens == len(TOKENIZER.encode(text, add_special_tokens=False).ids)
-
-
-@field("Tool.strict", "ToolChoice.mode", "ToolChoice.name", "Messages.parallel_tool_calls")
-async def _calls(stub: Stub) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [17]}}, "required": ["n"], "additionalProperties": False}
-    tools = [pb.Tool(name="f", parameters=json.dumps(schema), strict=True), pb.Tool(name="g", strict=True)]
-    required = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)
-    for choice, parallel, names in ((required, False, {"f", "g"}), (pb.ToolChoice(name="f"), None, {"f"})):
-        chat = request(model=CHAT, stopping=pb.StoppingParams(max_tokens=1000))
-        fields: dict[str, Any] = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
-        chat.messages.CopyFrom(pb.Messages(messages=[pb.Message(role="user", content="f")], **fields))
-        (output,) = (await stub.Generate(chat, timeout=PATIENCE_S)).outputs
-        assert not output.text or not output.finished.guide_completed
-        assert {call.name for call in output.tool_calls} <= names
-        assert len(output.tool_calls) == 1 or parallel is None
-        *whole, last = output.tool_calls
-        for call in [*whole, last] if output.finished.guide_completed else whole:
-            assert json.loads(call.arguments) == ({"n": 17} if call.name == "f" else {})
-
-
-@field("Message.reasoning", "Messages.reasoning", "StoppingParams.max_reasoning_tokens")
-async def _reasoning(stub: Stub) -> None:
-    listed = [pb.Message(role="user", content="add two numbers")]
-    chat = request(model=CHAT)
-    chat.messages.CopyFrom(pb.Messages(messages=listed, reasoning=True))
-    assert (await whole(stub, chat)).usage.reasoning_tokens == WRITTEN, "it does not end by itself"
-    chat.stopping.max_reasoning_tokens = 5
-    response = await whole(stub, chat)
-    (output,) = response.outputs
-    assert response.usage.reasoning_tokens == 5
-    assert output.token_ids[5] == TOKENIZER.get_vocab_size() - 1
-    assert output.reasoning == TOKENIZER.decode(output.token_ids[:5], skip_special_tokens=False)
-    assert output.text == TOKENIZER.decode(output.token_ids[6:])
-    chat.messages.reasoning = False
-    assert not (await whole(stub, chat)).usage.reasoning_tokens
-    chat.messages.messages.append(pb.Message(role="assistant", content="x", reasoning="a thought"))
-    before = (await whole(stub, chat)).usage.prompt_tokens
-    chat.messages.messages[-1].ClearField("reasoning")
-    assert (await whole(stub, chat)).usage.prompt_tokens < before
-
-
-@field("Messages.continue_final_message")
-async def _continue_final_message(stub: Stub) -> None:
-    messages = [pb.Message(role="user", content="x"), pb.Message(role="assistant", content="def total(")]
-    chat = request(model=CHAT)
-    chat.messages.CopyFrom(pb.Messages(messages=messages, continue_final_message=True))
-    answer = await ask(stub, chat)
-    ids = TOKENIZER.encode("# user: x\n# assistant: def total(", add_special_tokens=False).ids
-    written = generate_request(ids, max_tokens=WRITTEN)
-    written.model = CHAT
-    expected = await ask(stub, written)
-    assert (answer.ids, answer.text) == (expected.ids, expected.text)
-
-
-async def whole(stub: Stub, chat: pb.GenerateRequest) -> pb.GenerateResponse:
-    made: pb.GenerateResponse = await stub.Generate(chat, timeout=PATIENCE_S)
-    return made
-
-
-@field("GenerateRequest.parse_special_tokens")
-async def _parse_special_tokens(stub: Stub) -> None:
-    whole = "# user: <|end|>\ndef "
-    parsed, plain = (len(tokenizer.encode(whole, add_special_tokens=False).ids) for tokenizer in (TOKENIZER, PLAIN))
-    assert parsed < plain
-    for parse, count in ((None, plain), (False, plain), (True, parsed)):
-        chat = request(model=CHAT, parse_special_tokens=parse)
-        chat.messages.CopyFrom(pb.Messages(messages=[pb.Message(role="user", content="<|end|>")]))
-        assert (await ask(stub, chat)).started.prompt_tokens == count
-    for parse, count in ((None, parsed), (True, parsed), (False, plain)):
-        text = generate_request(whole, max_tokens=WRITTEN)
-        text.MergeFrom(pb.GenerateRequest(model=CHAT, parse_special_tokens=parse))
-        assert (await ask(stub, text)).started.prompt_tokens == 1 + count
 
 
 async def test_waiting_requests_begin_by_priority(running: Deployment, stub: Stub) -> None:
@@ -474,58 +334,6 @@ async def _ended(stub: Stub, id: str) -> int:
             if generation.state >= pb.Generation.STATE_SUCCEEDED:
                 return int(generation.state)
             await asyncio.sleep(0.05)
-
-
-@field("GuidedDecoding.json_schema")
-async def _json_schema(stub: Stub) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
-    answer = await guided(stub, json_schema=json.dumps(schema))
-    assert json.loads(answer.text) == {"a": 7}
-    with pytest.raises(grpc.aio.AioRpcError, match="uniqueItems at #/items"):
-        await guided(stub, json_schema='{"items": {"uniqueItems": true}}')
-
-
-@field("GuidedDecoding.json_object")
-async def _json_object(stub: Stub) -> None:
-    call = stub.Generate(request(guided=pb.GuidedDecoding(json_object=True)), timeout=PATIENCE_S)
-    assert (await call).outputs[0].text.startswith("{")
-
-
-@field("GuidedDecoding.regex")
-async def _regex(stub: Stub) -> None:
-    assert re.fullmatch("[ab]{3}(x|yz)", (await guided(stub, regex="[ab]{3}(x|yz)")).text)
-
-
-@field("GuidedDecoding.structural_tag")
-async def _structural_tag(stub: Stub) -> None:
-    tags = {"structures": [{"begin": "(", "schema": {"enum": [1, 2]}, "end": ")"}], "triggers": ["("]}
-    made = request(
-        guided=pb.GuidedDecoding(structural_tag=json.dumps(tags)), stopping=pb.StoppingParams(max_tokens=200)
-    )
-    text = (await stub.Generate(made, timeout=PATIENCE_S)).outputs[0].text
-    assert "(" in text
-    assert all(part.startswith(("1)", "2)")) for part in text.split("(")[1:-1])
-
-
-@field("GuidedDecoding.ebnf_grammar")
-async def _ebnf_grammar(stub: Stub) -> None:
-    grammar = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,2}/\n'
-    assert re.fullmatch(r"\(*\d{1,2}\)*", (await guided(stub, ebnf_grammar=grammar)).text)
-
-
-@field("Choices.choices")
-async def _choices(stub: Stub) -> None:
-    assert (await guided(stub, choice=pb.Choices(choices=["maybe", "never"]))).text in ("maybe", "never")
-
-
-async def guided(stub: Stub, **guide: Any) -> Any:
-    """Output that matches a guide."""
-    made = request(guided=pb.GuidedDecoding(**guide), stopping=pb.StoppingParams(max_tokens=200))
-    (output,) = (await stub.Generate(made, timeout=PATIENCE_S)).outputs
-    assert output.finished.finish_reason == pb.FINISH_REASON_STOP
-    assert output.finished.HasField("eos_token_id")
-    assert output.finished.guide_completed
-    return output
 
 
 @field("StreamOptions.min_chunk_tokens")
