@@ -10,7 +10,7 @@ from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.backoff import Backoff
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import Aborted, Cancelled, Unavailable
+from decant.runtime.errors import Aborted, Cancelled, NotFound, Unavailable
 from decant.state.store import Store
 from tests.e2e.fault_injection import (
     CALL_DIRECTIONS,
@@ -81,15 +81,20 @@ async def resume(core: Core, request: ValidRequest) -> object:
 
 
 async def resume_once_known(core: Core, request: ValidRequest) -> object:
-    """Retry while the store doesn't know the request: a session that reopens may reach the point first."""
-    async with asyncio.timeout(30):
+    """Retry while the store doesn't know the request: a session that reopens may reach the point first.
+
+    A store that was made long ago says NOT_FOUND, and a new one that it is being filled.
+    """
+    async with asyncio.timeout(300):
         while True:
             try:
                 return await resume(core, request)
+            except NotFound:
+                pass
             except Unavailable as error:
                 if "is unknown so far" not in str(error):
                     raise
-                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)
 
 
 async def attach(core: Core, request: ValidRequest) -> object:
