@@ -41,10 +41,13 @@ class Harness:
     deadline_s: float = FAR_S
     """Of the request `it`."""
     output: int = 1000
+    share: float = 1.0
+    """Of the tokens that a test asks for."""
 
     def begin(self, request_id: str, prompt: int = 200, output: int | None = None) -> Any:
-        ids = [0] + [5 + (prompt * 31 + n) % 4000 for n in range(prompt - 1)]
-        request = generate_request(ids, max_tokens=output or self.output)
+        length, most = (max(16, round(tokens * self.share)) for tokens in (prompt, output or self.output))
+        ids = [0] + [5 + (prompt * 31 + n) % 4000 for n in range(length - 1)]
+        request = generate_request(ids, max_tokens=most)
         request.request_id = f"{request_id}-{self.mark}"
         request.stopping.ignore_eos = True
         return self.stub.GenerateStream(request, timeout=self.deadline_s if request_id == "it" else FAR_S)
@@ -187,13 +190,17 @@ def suspended(running: Deployment) -> Iterator[None]:
 async def within_a_deadline(harness: Harness, instant: Callable[[Harness], Any]) -> Any:
     """Reach an instant of a request that has 6 s: after 8 s without a worker it would end for that reason.
 
-    A busy machine may be late, or a request be refused as too long while the forecast still knows suspended workers.
+    A busy machine may be late or refuse what it can't compute in the time, so each try asks for less than the one
+    before. The forecast may also still know suspended workers.
     """
+    share = 1.0
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
-                return await instant(replace(harness, deadline_s=6.0, output=300, mark=uuid.uuid4().hex))
+                mark = uuid.uuid4().hex
+                return await instant(replace(harness, deadline_s=6.0, output=300, mark=mark, share=share))
             except grpc.aio.AioRpcError:
+                share /= 2
                 await is_handed_over(harness.stub)  # an answer, which the forecast learns from
 
 
