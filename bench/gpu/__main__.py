@@ -20,8 +20,11 @@ import torch
 import transformers
 
 from bench.gpu.rows import Bench, Row, measure
-from bench.gpu.shapes import TINY, Sizes
+from bench.gpu.shapes import TINY, Served, Sizes
 from bench.options import add_json, write_result
+from decant.engine.checkpoint.quantize import QUANTIZATIONS
+from decant.engine.kv_layout import KV_DTYPES
+from decant.engine.model.backend import CudaKernels
 
 SECONDS = 400.0
 
@@ -37,6 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--skinny-rows", type=int, help="rows up to which own kernels multiply, 0 to 16; 0: torch always"
     )
     parser.add_argument("--dependent-launch", action="store_true", help="start kernels while those before still run")
+    parser.add_argument("--block-size", type=int, help="tokens of a block of KV")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="weights, from random bfloat16 ones")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no part begins later")
     add_json(parser)
@@ -54,7 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--device: cpu on a machine without a GPU (with --tiny)")
     if problem := choose_products(args, device):
         parser.error(problem)
-    bench = Bench(TINY if args.tiny else Sizes(), device, args.cuda_kernels if device.type == "cuda" else "none")
+    kernels: CudaKernels = args.cuda_kernels if device.type == "cuda" else "none"
+    bench = Bench(
+        TINY if args.tiny else Sizes(), device, Served(kernels, args.block_size, args.kv_dtype, args.quantize)
+    )
     head = describe(bench, tiny=args.tiny)
     print("\n".join(f"{name}: {value}" for name, value in head.items()), file=sys.stderr)
     rows: list[dict[str, Any]] = []
@@ -100,7 +109,7 @@ def describe(bench: Bench, *, tiny: bool) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "triton": metadata.version("triton") if is_cuda else None,
         "python": platform.python_version(),
-        "kernels": bench.kernels,
+        "served": dataclasses.asdict(bench.how),
         "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]),
         "bandwidth_gb_s": bench.bandwidth / 1e9,
         "product_tflop_s": bench.rate / 1e12,

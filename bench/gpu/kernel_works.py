@@ -44,6 +44,7 @@ class Shape:
     prompt: int = 3500
     counts: tuple[int, ...] = (1, 64, 256, 3500)
     few: tuple[int, ...] = (1, 4, 16)
+    coded: tuple[int, ...] = (1, 4, 16, 64, 128, 256, 3500)
     copied_bytes: int = 2 << 30
     product: int = 8192
     cached_bytes: int = 300 << 20  # more than the L2 cache holds
@@ -53,7 +54,7 @@ class Shape:
         return self.heads * self.width
 
 
-TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (2, 20)), 20, (1, 2), (1, 2), 1 << 16, 32, 1)
+TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (2, 20)), 20, (1, 2), (1, 2), (1, 2), 1 << 16, 32, 1)
 
 
 class Work(NamedTuple):

@@ -17,7 +17,6 @@ from bench.gpu.serving import decode_steps, make_engine, request, serve
 from bench.gpu.shapes import Decode, Sizes
 from decant.engine.errors import EngineError
 from decant.engine.library_errors import triton_errors
-from decant.engine.model.backend import CudaKernels
 from decant.engine.model.model import ModelDevice
 
 UNMEASURED = "not measured"
@@ -72,10 +71,10 @@ class Bench:
     ``loads`` describes each model that was loaded: its kernels, what fell back to torch, graphs, and free memory.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, kernels: CudaKernels) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, how: shapes.Served) -> None:
         self.sizes = sizes
         self.device = device
-        self.kernels = kernels
+        self.how = how
         self.loads: list[dict[str, Any]] = []
         self.bandwidth = ceilings.bandwidth(device, sizes.copied_bytes)
         self.rate = ceilings.product_rate(device, sizes.product)
@@ -112,10 +111,11 @@ class Bench:
 
     def _make(self, name: str, *, exact: bool = False) -> ModelDevice:
         model = shapes.make_model(name, self.sizes.context_length, self.device)
-        self._weights, self._products = shapes.weight_bytes(model), shapes.products(model)
+        self._products = shapes.products(model)
         kv_bytes = shapes.kv_bytes(model, self._kv_tokens())
         began = time.perf_counter()
-        device = shapes.make_served(model, name, kernels=self.kernels, exact=exact, kv_bytes=kv_bytes)
+        device = shapes.make_served(model, name, self.how, exact=exact, kv_bytes=kv_bytes)
+        self._weights = shapes.weight_bytes(model)
         self.loads.append(shapes.describe(device, name) | {"load_s": round(time.perf_counter() - began, 1)})
         print(f"loaded: {self.loads[-1]}", file=sys.stderr, flush=True)
         gc.collect()

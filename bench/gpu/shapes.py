@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decant.engine.backends import choose_backend
+from decant.engine.checkpoint.quantize import Quantization, quantize
+from decant.engine.kv_layout import KvDtype
 from decant.engine.model.backend import CudaKernels, RunnerLimits
 from decant.engine.model.model import ModelConfig, ModelDevice, ReadModel, make_device
 
@@ -127,12 +129,24 @@ def make_model(name: str, context_length: int, device: torch.device) -> LlamaFor
     return model
 
 
+@dataclass(frozen=True)
+class Served:
+    """How models are served: fields of ``ModelConfig``."""
+
+    cuda_kernels: CudaKernels
+    block_size: int | None = None
+    kv_dtype: KvDtype = "auto"
+    quantize: Quantization | None = None
+
+
 def make_served(
-    model: LlamaForCausalLM, name: str, *, kernels: CudaKernels, exact: bool = False, kv_bytes: int | None = None
+    model: LlamaForCausalLM, name: str, served: Served, *, exact: bool = False, kv_bytes: int | None = None
 ) -> ModelDevice:
     """Make a device of the model, changing it in place; without ``kv_bytes``, blocks take the GPU's free memory."""
-    config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, cuda_kernels=kernels, exact=exact)
+    config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, exact=exact, **asdict(served))
     context_length = model.config.max_position_embeddings
+    if served.quantize is not None:
+        quantize(model, served.quantize)
     read = ReadModel(model, name, context_length, lambda layout: f"{name} {layout}")
     return make_device(read, config, choose_backend(config))
 
@@ -158,10 +172,11 @@ def describe(device: ModelDevice, name: str) -> dict[str, Any]:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights that a decode step reads: all but the embedding, of which it takes few rows."""
+    """Bytes of weights that a decode step of a served model reads: not the embedding, of which it takes few rows."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     taken: int = embedding.weight.nbytes
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - taken
+    coded = (part for module in model.modules() if hasattr(module, "codes") for part in module.buffers(recurse=False))
+    return sum(part.nbytes for part in (*model.parameters(), *coded)) - taken
 
 
 def products(model: torch.nn.Module) -> int:

@@ -1,8 +1,10 @@
-"""Triton kernel of rows times a quantized weight, whose codes become numbers in registers.
+"""Triton kernels of rows times a quantized weight, whose codes become numbers in registers.
 
-Codes less their zero point are exact in the dtype of the rows, so tensor cores multiply them, and scales and minima are
-applied to the sums in float32. A number of the output is the sum over tiles of TILE_DEPTH inputs in ascending order,
-for any number of rows.
+Several rows: codes less their zero point are exact in the dtype of the rows, so tensor cores multiply them, and scales
+and minima are applied to the sums in float32. A number of the output is the sum over tiles of TILE_DEPTH inputs in
+ascending order, for any number of rows.
+
+One row is multiplied without tensor cores, by weights in float32.
 
 Two tiles of int4 are neighbours in memory: the numbers of the first one are in the lower bits of its bytes::
 
@@ -102,3 +104,106 @@ def multiply_codes(
         total += tl.load(bias + existing).to(tl.float32)[:, None]
     at = row[None, :].to(tl.int64) * columns + column[:, None]
     tl.store(out + at, total.to(out.dtype.element_ty), is_row[None, :] & is_column[:, None])
+
+
+@triton.jit
+def numbers_to_weights(
+    numbers, scales, zeros, mins, column, start, depth, group, group_row,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr,
+):  # fmt: skip
+    """Weights [columns, tiles, inputs] in float32 of numbers, whose tiles begin at the inputs ``start`` [tiles]."""
+    at = column[:, None] + (tl.minimum(start, depth - 1) // group * group_row)[None, :]
+    scale = tl.load(scales + at).to(tl.float32)
+    weights = numbers.to(tl.float32) * scale[:, :, None]
+    if ZEROS:
+        weights -= (scale * tl.load(zeros + at).to(tl.float32))[:, :, None]
+    elif MINS:
+        weights -= tl.load(mins + at)[:, :, None]
+    elif KIND == INT4:
+        weights -= (scale * 8)[:, :, None]
+    return weights
+
+
+@triton.jit
+def row_products(
+    numbers, x, scales, zeros, mins, column, start, depth, group, group_row,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr, WHOLE: tl.constexpr, TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Weights times the inputs of a row; with WHOLE, of a weight of one group, without its scale."""
+    at = start[:, None] + tl.arange(0, TILE_DEPTH)[None, :]
+    inputs = tl.load(x + at, at < depth, 0.0).to(tl.float32)
+    if WHOLE:
+        return numbers.to(tl.float32) * inputs[None, :, :]
+    weights = numbers_to_weights(
+        numbers, scales, zeros, mins, column, start, depth, group, group_row, KIND, ZEROS, MINS
+    )
+    return weights * inputs[None, :, :]
+
+
+@triton.jit
+def multiply_row_codes(
+    x, codes, scales, zeros, mins, bias, out, columns, depth, codes_row, group, group_row,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, TILES: tl.constexpr, TILE_DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [columns] = weight @ x [depth] + bias, as ``multiply_codes``. Grid: (ceil(columns / TILE_COLUMNS),).
+
+    Each iteration takes TILES tiles of the codes. WHOLE: all inputs are one group without zero point and minima.
+    """
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    existing = tl.minimum(column, columns - 1)
+    tile = tl.arange(0, TILES) * TILE_DEPTH
+    places = tile[:, None] + tl.arange(0, TILE_DEPTH)[None, :]
+    starts = codes + existing.to(tl.int64)[:, None, None] * codes_row + places[None, :, :]
+    total = tl.zeros([TILE_COLUMNS, TILES, TILE_DEPTH], tl.float32)
+    for first in tl.range(0, codes_row, TILES * TILE_DEPTH, num_stages=STAGES):
+        start = first + tile
+        loaded = tl.load(starts + first, (start < codes_row)[None, :, None], 0)
+        if KIND == INT4:
+            total += row_products(
+                loaded & 15, x, scales, zeros, mins, existing, 2 * start, depth, group, group_row,
+                KIND, ZEROS, MINS, WHOLE, TILE_DEPTH,
+            )  # fmt: skip
+            total += row_products(
+                loaded >> 4, x, scales, zeros, mins, existing, 2 * start + TILE_DEPTH, depth, group, group_row,
+                KIND, ZEROS, MINS, WHOLE, TILE_DEPTH,
+            )  # fmt: skip
+        else:
+            total += row_products(
+                decode(loaded, KIND), x, scales, zeros, mins, existing, start, depth, group, group_row,
+                KIND, ZEROS, MINS, WHOLE, TILE_DEPTH,
+            )  # fmt: skip
+    result = tl.sum(tl.sum(total, 2), 1)
+    if WHOLE:
+        result *= tl.load(scales + existing).to(tl.float32)
+    if BIAS:
+        result += tl.load(bias + existing).to(tl.float32)
+    tl.store(out + column, result.to(out.dtype.element_ty), column < columns)
+
+
+@triton.jit
+def dequantize(
+    codes, scales, zeros, mins, out, columns, depth, codes_row, group, group_row,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, TILES: tl.constexpr, TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out [columns, depth] = the weight of ``multiply_codes``. Grid: (tiles of columns, groups of TILES tiles)."""
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    existing, is_column = tl.minimum(column, columns - 1), column < columns
+    inside = tl.arange(0, TILE_DEPTH)
+    start = (tl.program_id(1) * TILES + tl.arange(0, TILES)) * TILE_DEPTH
+    places = start[:, None] + inside[None, :]
+    exists = (start < codes_row)[None, :, None]
+    loaded = tl.load(codes + existing.to(tl.int64)[:, None, None] * codes_row + places[None, :, :], exists, 0)
+    rows = out + existing.to(tl.int64)[:, None, None] * depth
+    for half in tl.static_range(2 if KIND == INT4 else 1):
+        if KIND == INT4:
+            first, numbers = 2 * start + half * TILE_DEPTH, loaded >> 4 if half else loaded & 15
+        else:
+            first, numbers = start, decode(loaded, KIND)
+        weights = numbers_to_weights(
+            numbers, scales, zeros, mins, existing, first, depth, group, group_row, KIND, ZEROS, MINS
+        )
+        at = first[:, None] + inside[None, :]
+        stored = is_column[:, None, None] & (at < depth)[None, :, :]
+        tl.store(rows + at[None, :, :], weights.to(out.dtype.element_ty), stored)

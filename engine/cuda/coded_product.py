@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,11 @@ from decant.engine.checkpoint.coded_linear import CodedLinear
 from decant.engine.checkpoint.weight import CodeKind, Codes
 from decant.engine.cuda import coded_kernels as kernels
 
-DEEPEST, LEAST_DEPTH = 64, 16
+DEEPEST, LEAST_DEPTH = 128, 16
 """Most inputs of a tile, and fewest: those that tensor cores multiply."""
+
+WIDEST = 64
+"""Most inputs of a tile of a weight whose inputs are not a multiple: all of its tiles are in memory."""
 
 
 class TileShape(NamedTuple):
@@ -27,8 +30,29 @@ class TileShape(NamedTuple):
     num_stages: int
 
 
-FEW, MANY = TileShape(16, 16, 2, 4), TileShape(64, 64, 4, 3)
-"""Of up to ``FEW.rows`` rows, and of more."""
+class RowShape(NamedTuple):
+    """How ``multiply_row_codes`` is compiled, whose programs take ``depth`` bytes of each column at a time."""
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# Those that were fastest on an H100 (bench.gpu.kernels --sections coded).
+
+ROW, ROW_INT4 = RowShape(8, 512, 4, 3), RowShape(4, 512, 4, 1)
+
+FEW, FEW_INT8, MANY = TileShape(16, 64, 4, 4), TileShape(16, 32, 4, 4), TileShape(64, 64, 4, 3)
+"""Of up to ``FEW.rows`` rows, for int8 and for others, and of more rows."""
+
+DENSE_ROWS = 256
+"""Of at least so many rows, torch's product with dequantized columns is faster."""
+
+DENSE_WEIGHTS = 1 << 25
+"""Most that are dequantized at a time."""
+
+DEQUANTIZE = RowShape(8, 256, 4, 1)
 
 EXACT = TileShape(64, 32, 4, 3)
 """Of any number of rows: one compiled kernel, so that a row's bits are those of no other."""
@@ -66,7 +90,9 @@ class _Layout:
 
 def tile_depth(inner: int, group: int) -> int:
     """Return the inputs of a tile, each of one group; 0 for groups that the kernel does not take."""
-    depth = DEEPEST if group >= inner else math.gcd(group, DEEPEST)
+    if group >= inner:
+        return max(math.gcd(inner, DEEPEST), WIDEST)
+    depth = math.gcd(group, DEEPEST)
     return depth if depth >= LEAST_DEPTH else 0
 
 
@@ -118,23 +144,86 @@ class CodedProduct(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def _launch(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        count, columns, scales = len(rows), self.out_features, self.scales
-        shape = EXACT if self.is_exact else FEW if count <= FEW.rows else MANY
-        zeros, mins, bias = (scales if part is None else part for part in (self.zeros, self.mins, self.bias))
+        if self.is_exact:
+            self._multiply(rows, out, EXACT)
+        elif len(rows) == 1:
+            self._multiply_row(rows, out)
+        elif len(rows) < DENSE_ROWS:
+            few = FEW_INT8 if self.layout.kind is CodeKind.INT8 else FEW
+            self._multiply(rows, out, few if len(rows) <= few.rows else MANY)
+        else:
+            self._multiply_dense(rows, out)
+
+    def _parts(self, first: int = 0, stop: int | None = None) -> tuple[torch.Tensor, ...]:
+        """Codes, scales, zero points and minima of some columns; what a weight lacks is its scales, and not read."""
+        scales = self.scales[:, first:stop]
+        others = (scales if part is None else part[:, first:stop] for part in (self.zeros, self.mins))
+        return self.codes[first:stop], scales, *others
+
+    @property
+    def _has(self) -> dict[str, Any]:
+        return {
+            "KIND": _KINDS[self.layout.kind].value,
+            "ZEROS": self.zeros is not None,
+            "MINS": self.mins is not None,
+            "TILE_DEPTH": self.layout.tile_depth,
+        }
+
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor, shape: TileShape) -> None:
+        count, columns = len(rows), self.out_features
         kernels.multiply_codes[(-(-count // shape.rows) * -(-columns // shape.columns),)](
-            *(rows, self.codes, scales, zeros, mins, bias, out, count, columns, self.in_features, rows.stride(0)),
-            *(self.codes.stride(0), self.layout.group, scales.stride(0)),
-            KIND=_KINDS[self.layout.kind].value,
-            ZEROS=self.zeros is not None,
-            MINS=self.mins is not None,
+            *(rows, *self._parts(), self.scales if self.bias is None else self.bias, out),
+            *(count, columns, self.in_features, rows.stride(0)),
+            *(self.codes.stride(0), self.layout.group, self.scales.stride(0)),
+            **self._has,
             BIAS=self.bias is not None,
-            WHOLE=len(scales) == 1 and self.mins is None,
+            WHOLE=len(self.scales) == 1 and self.mins is None,
             TILE_ROWS=shape.rows,
             TILE_COLUMNS=shape.columns,
-            TILE_DEPTH=self.layout.tile_depth,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
+
+    def _multiply_row(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        is_int4 = self.layout.kind is CodeKind.INT4
+        shape, has_offset = ROW_INT4 if is_int4 else ROW, is_int4 or self.mins is not None
+        kernels.multiply_row_codes[(-(-self.out_features // shape.columns),)](
+            *(rows, *self._parts(), self.scales if self.bias is None else self.bias, out),
+            *(self.out_features, self.in_features, self.codes.stride(0), self.layout.group, self.scales.stride(0)),
+            **self._has,
+            BIAS=self.bias is not None,
+            WHOLE=len(self.scales) == 1 and not has_offset,
+            TILE_COLUMNS=shape.columns,
+            TILES=max(1, shape.depth // self.layout.tile_depth),
+            STAGES=shape.num_stages,
+            num_warps=shape.num_warps,
+            num_stages=1,
+        )
+
+    def _multiply_dense(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        columns, step = self.out_features, max(1, DENSE_WEIGHTS // self.in_features // 64) * 64
+        for first in range(0, columns, step):
+            part = slice(first, min(first + step, columns))
+            weight = self.dequantized(part.start, part.stop)
+            if self.bias is None:
+                torch.mm(rows, weight.t(), out=out[:, part])
+            else:
+                torch.addmm(self.bias[part], rows, weight.t(), out=out[:, part])
+
+    def dequantized(self, first: int, stop: int) -> torch.Tensor:
+        """Weights [stop - first, in], as rounded to the dtype of the rows."""
+        weight = self.scales.new_empty(stop - first, self.in_features, dtype=self.dtype)
+        tiles, row_bytes = max(1, DEQUANTIZE.depth // self.layout.tile_depth), self.codes.stride(0)
+        grid = -(-len(weight) // DEQUANTIZE.columns), -(-row_bytes // (tiles * self.layout.tile_depth))
+        kernels.dequantize[grid](
+            *(*self._parts(first, stop), weight, *weight.shape, row_bytes, self.layout.group, self.scales.stride(0)),
+            **self._has,
+            TILE_COLUMNS=DEQUANTIZE.columns,
+            TILES=tiles,
+            num_warps=DEQUANTIZE.num_warps,
+            num_stages=DEQUANTIZE.num_stages,
+        )
+        return weight
 
 
 def _packed(codes: torch.Tensor, kind: CodeKind, depth: int) -> torch.Tensor:
@@ -214,14 +303,17 @@ def _widened(module: CodedLinear, device: torch.device) -> nn.Linear:
 
 
 def try_product(product: CodedProduct, codes: Codes) -> str | None:
-    """Compare the first outputs of some rows with those of torch, for few rows and for many."""
+    """Compare the first outputs of one row, of few and of many with those of torch, and weights as dequantized."""
     device, dtype, count = product.codes.device, product.dtype, min(TRIAL_COLUMNS, product.out_features)
     rows = torch.randn(TRIAL_ROWS, product.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     weight = codes.dequantize(dtype, 0, count).to(device)
     expected = nn.functional.linear(rows, weight, None if product.bias is None else product.bias[:count]).float()
-    for repeats in (1, -(-(FEW.rows + 1) // TRIAL_ROWS)):
-        actual = product(rows.repeat(repeats, 1))[:TRIAL_ROWS, :count].float()
-        difference = float((actual - expected).norm() / expected.norm())
+    many = rows.repeat(-(-(FEW.rows + 1) // TRIAL_ROWS), 1)
+    found = [(product(each)[:TRIAL_ROWS, :count], expected[: len(each)]) for each in (rows[:1], rows, many)]
+    if not product.is_exact:
+        found.append((product.dequantized(0, count), weight))
+    for actual, right in found:
+        difference = float((actual.float() - right.float()).norm() / right.float().norm())
         if not difference < TOLERANCE[dtype]:
             return f"{product.layout.kind.name.lower()} weights differ from torch's by {difference:.2g}"
     return None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from decant.engine.checkpoint.weight import CodeKind, Codes
 from decant.engine.cpu.gemm import CodedWeight, Product, prepare_codes
 from decant.engine.cpu.kernels import loader as native
+from tests.engine.codes import make_codes
 
 DTYPES = [torch.bfloat16, torch.float32]
 BUILDS = [*native.supported_modules(), "torch"]
@@ -22,32 +23,6 @@ every_build = pytest.mark.parametrize("build", BUILDS)
 
 def kernels(build: str) -> ModuleType | None:
     return None if build == "torch" else pytest.importorskip(f"decant.engine.cpu.kernels.{build}")
-
-
-def make_codes(
-    kind: CodeKind,
-    outputs: int,
-    inner: int,
-    group: int,
-    *,
-    has_zeros: bool = False,
-    has_mins: bool = False,
-    has_half_scales: bool = True,
-) -> Codes:
-    generator = torch.Generator().manual_seed(outputs + 31 * inner + group)
-    groups = -(-inner // group)
-    scales = torch.rand(groups, outputs, generator=generator) / 50 + 0.001
-    zeros = torch.randint(16, (groups, outputs), generator=generator).to(torch.uint8) if has_zeros else None
-    mins = torch.rand(groups, outputs, generator=generator) / 5 if has_mins else None
-    match kind:
-        case CodeKind.INT8:
-            codes = torch.randint(-128, 128, (outputs, inner), generator=generator).to(torch.int8)
-        case CodeKind.INT4:
-            codes = torch.randint(16, (outputs, inner), generator=generator).to(torch.uint8)
-        case CodeKind.FP8:
-            some = torch.randint(256, (outputs, inner), generator=generator).to(torch.uint8)
-            codes = torch.where(some & 127 == 127, 0, some).view(torch.float8_e4m3fn)
-    return Codes(kind, codes, scales.half().float() if has_half_scales else scales, group, zeros, mins=mins)
 
 
 def product_of(codes: Codes, dtype: torch.dtype, build: str, bias: torch.Tensor | None = None) -> Product:

@@ -140,6 +140,34 @@ def coded_product_shapes() -> dict[str, Kernel]:
         types = f"*bf16 {code} {scale} {zeros} {'*fp32' if changes.get('MINS') else scale} *bf16 *bf16{' i32' * 7}"
         options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
         kernels[f"multiply_codes {name}"] = "coded_kernels.multiply_codes", types, off | tiles | changes, options
+    return kernels | coded_row_shapes()
+
+
+def coded_row_shapes() -> dict[str, Kernel]:
+    int8, int4, fp8 = (kind.value for kind in (coded_kernels.INT8, coded_kernels.INT4, coded_kernels.FP8))
+    row, row_int4, weights = coded_product.ROW, coded_product.ROW_INT4, coded_product.DEQUANTIZE
+    kernels: dict[str, Kernel] = {}
+    for name, code, zero, of_row, kind, is_whole in (
+        ("int8", "*i8", None, row, int8, True),
+        ("int4", "*u8", None, row_int4, int4, False),
+        ("int4 with zero points", "*u8", "*u8", row_int4, int4, False),
+        ("fp8", "*u8", None, row, fp8, True),
+    ):
+        kinds = {"KIND": kind, "ZEROS": zero is not None, "MINS": False, "TILE_DEPTH": coded_product.DEEPEST}
+        parts = f"{code} *fp16 {zero or '*fp16'} *fp16"
+        for kernel, shape, types, constants in (
+            (
+                "multiply_row_codes",
+                of_row,
+                f"*bf16 {parts} *bf16 *bf16",
+                {"BIAS": False, "WHOLE": is_whole, "STAGES": of_row.num_stages},
+            ),
+            ("dequantize", weights, f"{parts} *bf16", {}),
+        ):
+            tiles = {"TILE_COLUMNS": shape.columns, "TILES": shape.depth // coded_product.DEEPEST}
+            options = {"num_warps": shape.num_warps, "num_stages": 1}
+            place = f"coded_kernels.{kernel}"
+            kernels[f"{kernel} {name}"] = place, types + " i32" * 5, kinds | constants | tiles, options
     return kernels
 
 

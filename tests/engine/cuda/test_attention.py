@@ -110,7 +110,8 @@ class AttentionInputs:
             earlier = torch.arange(row.start)
             places = torch.tensor(row.blocks[0])[earlier // case.block].to(DEVICE)
             key, value = (
-                part[int(row.request.id)][:, : row.start].transpose(0, 1) for part in (self.keys, self.values)
+                part[int(row.request.id)][:, : row.start].transpose(0, 1).to(DEVICE)
+                for part in (self.keys, self.values)
             )
             store.put(1, places, (earlier % case.block).to(DEVICE), (key, value))
         flat = flatten(rows, case.block, store.null_block)

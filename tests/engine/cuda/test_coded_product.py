@@ -23,10 +23,9 @@ from decant.engine.cuda.fused_layer import TritonLayer
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice
 from tests import gpu
-from tests.engine import quantized, tiny
+from tests.engine import tiny
+from tests.engine.codes import make_codes
 from tests.engine.cuda.test_backend import InterpretedBackend, shorten_trials
-from tests.engine.quantized import LAYOUTS
-from tests.engine.test_coded_weight import make_codes
 
 DEVICE = torch.device(gpu.device_type())
 
@@ -62,7 +61,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @every_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 19])
+@pytest.mark.parametrize("rows", [1, 2, 19])
 def test_a_product_is_that_of_the_float64_weight_up_to_rounding(case: str, dtype: torch.dtype, rows: int) -> None:
     codes = CASES[case]()
     outputs, inner = codes.shape
@@ -76,6 +75,35 @@ def test_a_product_is_that_of_the_float64_weight_up_to_rounding(case: str, dtype
     exact, sizes = (weight @ x[0].double().T).T + bias.double(), (weight.abs() @ x[0].double().abs().T).T + 1
     rounding = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-23  # the interpreter cuts the bits that bfloat16 lacks
     assert bool(((found[0].double() - exact).abs() <= rounding * exact.abs() + 2.0**-19 * sizes).all())
+
+
+@every_case
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_rows_are_multiplied_with_the_dequantized_weight(
+    case: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_product, "DENSE_ROWS", 3)
+    codes = CASES[case]()
+    outputs, inner = codes.shape
+    monkeypatch.setattr(coded_product, "DENSE_WEIGHTS", 64 * inner)
+    codes = Codes(  # more columns than are dequantized at a time
+        codes.kind,
+        codes.codes.repeat(4, 1),
+        codes.scales.repeat(1, 4),
+        codes.group,
+        None if codes.zeros is None else codes.zeros.repeat(1, 4),
+        None,
+        None if codes.mins is None else codes.mins.repeat(1, 4),
+    )
+    bias, x = random(4 * outputs) if has_bias else None, random(3, inner)
+    product = product_of(codes, torch.bfloat16, bias)
+    weight = codes.dequantize(torch.bfloat16).to(DEVICE)
+    expected = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = product(x).double()
+    sizes = nn.functional.linear(x.double().abs(), weight.double().abs())
+    rounding = 2.0**-7 * expected.abs() + 2.0**-8 * sizes  # the interpreter cuts the bits that bfloat16 lacks
+    assert bool(((found - expected).abs() <= rounding).all())
+    torch.testing.assert_close(product.dequantized(1, outputs), weight[1:outputs], rtol=2.0**-7, atol=1e-6)
 
 
 def test_rows_in_activation_order_are_multiplied_with_their_own_columns() -> None:
@@ -144,7 +172,8 @@ def test_products_of_different_kinds_or_orders_are_not_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "group", "depth"), [(128, 128, 64), (30, 30, 64), (96, 48, 16), (80, 40, 0), (90, 8, 0)]
+    ("inner", "group", "depth"),
+    [(128, 128, 128), (30, 30, 64), (576, 576, 64), (96, 48, 16), (512, 256, 128), (80, 40, 0), (90, 8, 0)],
 )
 def test_no_tile_has_inputs_of_two_groups(inner: int, group: int, depth: int) -> None:
     assert tile_depth(inner, group) == depth
@@ -196,8 +225,11 @@ def checkpoint(folder: Path) -> Path:
 def test_a_quantized_checkpoint_is_served_from_its_codes_and_exact_by_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("compressed_tensors", reason="the module that makes quantized checkpoints needs it")
+    from tests.engine import quantized
+
     folder = checkpoint(tmp_path)
-    quantized.quantize(folder, LAYOUTS["gptq-4-64-act-order"])
+    quantized.quantize(folder, quantized.LAYOUTS["gptq-4-64-act-order"])
     device = served(folder, monkeypatch, exact=True, dtype="bfloat16")
     assert isinstance(device.backend, cuda_backend.CudaBackend)
     assert device.backend.fallbacks == {}
