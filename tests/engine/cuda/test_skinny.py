@@ -64,7 +64,7 @@ def test_dependent_launches_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyP
     gpu_type, cpu, capability = torch.device("cuda"), torch.device("cpu"), (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    assert dependent_options(gpu_type) == {}, "off until measured"
+    assert dependent_options(gpu_type) == {}, "off"
     monkeypatch.setattr(dependent_launch, "ENABLED", True)
     assert dependent_options(gpu_type) == {"DEPENDENT": True, "launch_pdl": True}
     assert dependent_options(cpu) == {}
