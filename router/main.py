@@ -16,7 +16,9 @@ from importlib.metadata import version
 from typing import Any
 
 from decant.protos import worker_pb2 as wire
+from decant.protos.router_admin_pb2 import ListRequestsResponse
 from decant.protos.state_pb2 import RouterRegistration
+from decant.router.administration import RouterAdminService
 from decant.router.admission.control import AdmissionControl
 from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
@@ -27,7 +29,7 @@ from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
 from decant.router.execution.registry import RequestRegistry
-from decant.router.execution.requests_page import requests_page
+from decant.router.execution.request_list import list_requests, requests_page
 from decant.router.execution.result_memory import ResultMemory
 from decant.router.execution.services import RouterServices
 from decant.router.kserve.service import KServeService
@@ -151,16 +153,18 @@ class RouterProcess:
         self.pool.on_capacity_changed = self.requests.on_workers_changed
         self._metrics = metrics
         self.registry.before_scrape(self._set_gauges)
-        self.registry.pages["/requests"] = self._requests_page
+        self.registry.pages["/requests"] = lambda: requests_page(self._list_requests())
         info = self._server_info(settings)
         calls = GenerationCalls(models, self.requests, metrics, timings.unread_s)
         prompts = PromptCalls(self.requests, PromptRunner(router), metrics)
+        administration = (RouterAdminService(self._list_requests).service(),) if settings.admin_name else ()
         self.services = (
             InferenceService(calls, self.requests, info, callers, prompts).service(),
             VllmEngineService(
                 calls, self.requests, self._engine_info(), callers, settings.priorities, prompts
             ).service(),
             KServeService(calls, self.requests, callers, VERSION, lambda: self.readiness.is_ready).service(),
+            *administration,
         )
         self._settings = settings
         self._timings = timings
@@ -257,8 +261,8 @@ class RouterProcess:
         is_renewed = self._registrar is not None and self._registrar.is_store_available
         return is_renewed and not self.journal_writer.is_unavailable
 
-    def _requests_page(self) -> bytes:
-        return requests_page(self.requests.executions.open.values(), asyncio.get_running_loop().time())
+    def _list_requests(self) -> ListRequestsResponse:
+        return list_requests(self.requests.executions.open.values(), asyncio.get_running_loop().time())
 
     def _engine_info(self) -> EngineInfoSource:
         start = time.monotonic()

@@ -115,21 +115,11 @@ class WorkerSettings(MemberSettings):
         ge=0,
         description="seconds without a step after which the worker computes a token to test itself; 0: never",
     )
-    admin_name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="name in the certificates of administrators, who then alone may audit, drain or move this worker, "
-        "and do nothing else; unset: every peer may",
-    )
     allow_unauthenticated_peers: bool = Field(
         default=False,
         description="INSECURE: listen beyond loopback without tls_client_ca; any caller can read and take over any "
         "request",
     )
-
-    @property
-    def administrators(self) -> str | None:
-        return self.admin_name
 
     @property
     def is_open(self) -> bool:
@@ -151,8 +141,6 @@ class WorkerSettings(MemberSettings):
                 "grpc unless --allow-unauthenticated-peers is set: NIXL lets any process read this worker's KV cache",
                 self.handoff,
             )
-        if self.admin_name is not None and self.tls_client_ca is None:
-            raise SettingError("admin_name", "needs tls_client_ca", self.admin_name)
         if self.tls_client_ca is not None and self.peer_certificate is None:
             raise SettingError("tls_client_ca", "needs peer_ca, peer_certificate and peer_key", self.tls_client_ca)
         return self

@@ -149,7 +149,30 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import audit as auditing
 
     with one_line_errors():
-        if not auditing.run(*_workers_of(ctx.params), as_json=as_json):
+        if not auditing.run(*_directory_of(ctx.params), as_json=as_json):
+            raise SystemExit(1)
+
+
+@app.command()
+def requests(  # noqa: PLR0913 - a command's options are its parameters
+    ctx: typer.Context,
+    redis_url: opt.RedisUrl = None,
+    wait: opt.Wait = 0.0,
+    as_json: opt.Json = False,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
+) -> None:
+    """List the requests in flight on every router, without their texts, for an administrator.
+
+    Routers list them for the certificate of --admin-name alone. On a router's machine `decant top` lists them too.
+    Ends with 1 if a router does not answer, with 2 if there is no router.
+    """
+    from decant.command import requests as listing
+
+    with one_line_errors():
+        if not listing.run(*_directory_of(ctx.params), as_json=as_json):
             raise SystemExit(1)
 
 
@@ -174,7 +197,7 @@ def drain(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import drain as draining
 
     with one_line_errors():
-        redis, tls = _workers_of(ctx.params)
+        redis, tls = _directory_of(ctx.params)
         if undo:
             draining.undo(redis, tls, worker)
         else:
@@ -201,7 +224,7 @@ def move(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command.move import move as moving
 
     with one_line_errors():
-        moving(*_workers_of(ctx.params), worker, role)
+        moving(*_directory_of(ctx.params), worker, role)
 
 
 @app.command()
@@ -224,7 +247,7 @@ def add_adapter(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import adapters
 
     with one_line_errors():
-        adapters.add(*_workers_of(ctx.params), adapter, worker or ())
+        adapters.add(*_directory_of(ctx.params), adapter, worker or ())
 
 
 @app.command()
@@ -243,7 +266,7 @@ def remove_adapter(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import adapters
 
     with one_line_errors():
-        adapters.remove(*_workers_of(ctx.params), name, worker or ())
+        adapters.remove(*_directory_of(ctx.params), name, worker or ())
 
 
 @app.command()
@@ -261,8 +284,8 @@ def scale_advice(
         advising.run(redis_url, seconds, as_json=as_json)
 
 
-def _workers_of(params: dict[str, Any]) -> tuple[str, Tls | None]:
-    """Redis that lists the workers, and TLS to call them: of the deployment on this machine, or as given."""
+def _directory_of(params: dict[str, Any]) -> tuple[str, Tls | None]:
+    """Redis that lists the processes, and TLS to call them: of the deployment on this machine, or as given."""
     tls, redis_url = opt.tls_from(params), params["redis_url"]
     if redis_url is None:
         deployment = Waiting("--redis-url", params["wait"]).deployment()

@@ -7,7 +7,7 @@ from grpc_health.v1 import health_pb2
 
 from decant.decode_worker.main import DecodeSettings
 from decant.prefill_worker.main import PrefillSettings
-from decant.protos import inference_pb2, worker_pb2
+from decant.protos import inference_pb2, router_admin_pb2, worker_pb2
 from decant.protos.kserve import grpc_service_pb2
 from decant.protos.vllm import vllm_engine_pb2
 from decant.router.settings import RouterSettings
@@ -21,6 +21,7 @@ is opened, but with `--handoff nixl`, whose library takes ports of its own. Kube
 OTHERS = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.V1, reflection.V1ALPHA)
 
 
+ROLES = "../guides/tenants-and-tls.md#administrators"
 _ROUTER = (inference_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR, grpc_service_pb2.DESCRIPTOR)
 
 
@@ -30,10 +31,13 @@ def render() -> str:
         ("prefill worker", PrefillSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, administrators"),
         ("decode worker", DecodeSettings, (worker_pb2.DESCRIPTOR,), "routers, workers, administrators"),
     )
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (name, code("--port"), code(settings.model_fields["port"].default), f"gRPC: {_services(*files)}", callers)
         for name, settings, files, callers in kinds
     ]
+    administration = _services(router_admin_pb2.DESCRIPTOR)
+    name = code("--admin-name")
+    rows.insert(1, ("", "", "", f"{administration} with {name}, see [administrators]({ROLES})", "`decant requests`"))
     pages = "HTTP, plaintext: `/alive`, `/ready`, `/metrics`"
     rows += [
         (

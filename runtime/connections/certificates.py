@@ -20,7 +20,7 @@ PEER_NAME = "peer.decant.internal"
 """Checked by peers instead of the address."""
 
 ADMIN_NAME = "admin.decant.internal"
-"""In the certificate of administrators, where workers have it as ``admin_name``."""
+"""In the certificate of administrators, where processes have it as ``admin_name``."""
 
 _VALID_FOR = datetime.timedelta(days=3650)
 """The deployment deletes the files at its end."""

@@ -113,7 +113,7 @@ class Server:
             f"/{service.name}/{method}" for service in services for method in service.admission_methods
         }
         self._roles = CallerRoles(
-            settings.administrators,
+            settings.admin_name,
             [service.name for service in services if service.is_administrative],
             [service.name for service in services if not service.is_administrative],
         )

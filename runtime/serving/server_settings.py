@@ -3,7 +3,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 
 import grpc
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from decant.runtime.connections.tls import ServerTls, server_credentials
 from decant.runtime.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, MIN_PING_MS, PORT
@@ -36,12 +36,19 @@ class ServerSettings(ServerTls):
     max_message_bytes: int = Field(
         default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="maximum size of a message, in each direction"
     )
+    admin_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="name in the certificates of administrators, who then may call the administrative service alone, "
+        "and are alone in that; unset: a worker serves it to every peer, a router has none",
+    )
     drain_seconds: float = Field(default=45.0, ge=0, description="seconds after SIGTERM for running calls to end")
 
-    @property
-    def administrators(self) -> str | None:
-        """Name in the certificates of administrators; None: every caller may call administrative services."""
-        return None
+    @model_validator(mode="after")
+    def _authenticated_administrators(self) -> ServerSettings:
+        if self.admin_name is not None and self.tls_client_ca is None:
+            raise SettingError("admin_name", "needs tls_client_ca", self.admin_name)
+        return self
 
     @property
     def max_connection_age_s(self) -> float | None:

@@ -3,9 +3,13 @@ from collections.abc import Iterator
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
 
-from decant.protos import inference_pb2, state_pb2, worker_pb2
+from decant.protos import inference_pb2, router_admin_pb2, state_pb2, worker_pb2
 
-FILES = pytest.mark.parametrize("file", [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR], ids=["inference", "worker"])
+FILES = pytest.mark.parametrize(
+    "file",
+    [inference_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR, router_admin_pb2.DESCRIPTOR],
+    ids=["inference", "worker", "router_admin"],
+)
 UNTYPED = {
     "google.protobuf.Any",
     "google.protobuf.Struct",
@@ -83,12 +87,13 @@ def test_the_services_are_those_that_the_design_names() -> None:
             "GetServerInfo",
         }
     }
-    internal = worker_pb2.DESCRIPTOR.services_by_name
+    internal = {**worker_pb2.DESCRIPTOR.services_by_name, **router_admin_pb2.DESCRIPTOR.services_by_name}
     assert {name: {method.name for method in service.methods} for name, service in internal.items()} == {
         "Prefill": {"Prefill"},
         "Decode": {"Session"},
         "KvSource": {"Fetch", "Release"},
         "Admin": {"Audit", "Drain", "Undrain", "SetRole", "AddAdapter", "RemoveAdapter"},
+        "RouterAdmin": {"ListRequests"},
     }
 
 

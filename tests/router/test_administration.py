@@ -1,0 +1,146 @@
+"""What administrators see of a router, and its other callers do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import router_admin_pb2 as wire
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.protos.router_admin_pb2_grpc import RouterAdminStub
+from decant.protos.state_pb2 import RouterRegistration
+from decant.router.administration import RouterAdminService
+from decant.router.api import auth
+from decant.router.execution.request_list import list_requests
+from decant.router.main import RouterProcess
+from decant.router.settings import RouterSettings
+from decant.router.text.served_model import Models
+from decant.runtime.connections import certificates
+from decant.runtime.connections.certificates import ADMIN_NAME, PEER_NAME, PeerFiles
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.peer import new_peer
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server
+from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.settings import InvalidSettings
+from decant.runtime.settings_sources import load
+from decant.runtime.telemetry.metrics import Registry
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.decant.fake_workers import run
+from tests.router.factories import tiny
+from tests.router.fake_worker import fleet
+from tests.router.harness import PATIENCE, Core, D, P, begin_paused, core, make_request
+from tests.router.service_harness import make_service
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> PeerFiles:
+    return certificates.make(tmp_path / "tls")
+
+
+def mutual_tls(files: PeerFiles) -> dict[str, Any]:
+    return {"tls_certificate": files.certificate, "tls_key": files.key, "tls_client_ca": files.ca}
+
+
+def peer(files: PeerFiles) -> PeerTls:
+    return PeerTls(peer_ca=files.ca, peer_certificate=files.certificate, peer_key=files.key, peer_name=PEER_NAME)
+
+
+def administrator(files: PeerFiles) -> PeerTls:
+    return PeerTls(
+        peer_ca=files.ca, peer_certificate=files.admin_certificate, peer_key=files.admin_key, peer_name=PEER_NAME
+    )
+
+
+@asynccontextmanager
+async def serving(router: Core, admin_name: str | None = ADMIN_NAME, **tls: Any) -> AsyncIterator[str]:
+    loop, registry = asyncio.get_running_loop(), Registry(process=False)
+    services = [make_service(router.requests, registry).service()]
+    if admin_name is not None:
+        executions = router.requests.executions.open
+        services.append(RouterAdminService(lambda: list_requests(executions.values(), loop.time())).service())
+    settings = ServerSettings(port=0, drain_seconds=1.0, admin_name=admin_name, **tls)
+    server = Server(services, settings, Readiness(), registry)
+    await server.start()
+    task = asyncio.create_task(server.run())
+    try:
+        yield server.address
+    finally:
+        server.shutdown.request("the test ends")
+        server.shutdown.request("the test ends")
+        await asyncio.wait([task])
+
+
+async def refusal(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return refused.value.code()
+
+
+async def test_administrators_list_requests_and_other_callers_do_not(
+    store: Store, server: PrivateRedis, files: PeerFiles
+) -> None:
+    tls = mutual_tls(files)
+    async with fleet(P, D) as workers, core(store, workers) as router, serving(router, **tls) as address:
+        stream = await begin_paused(router, workers[1], 2, request=make_request("r-1"))
+        await store.routers.register(RouterRegistration(peer=new_peer("router-1"), address=address))
+        async with open_channel(address, peer(files)) as channel:
+            call = RouterAdminStub(channel).ListRequests(wire.ListRequestsRequest(), timeout=PATIENCE)
+            assert await refusal(call) is grpc.StatusCode.PERMISSION_DENIED
+            await InferenceServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE)
+        async with open_channel(address, administrator(files)) as channel:
+            call = InferenceServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE)
+            assert await refusal(call) is grpc.StatusCode.PERMISSION_DENIED
+        shown = await asyncio.to_thread(list_by_command, server.url, files)
+        (one,) = shown["routers"]
+        (request,) = one["requests"]
+        assert (one["id"], one["total"], one["error"]) == ("router-1", 1, "")
+        assert (request["id"], request["tenant"], request["state"]) == ("r-1", "default", "decoding")
+        assert (request["output_tokens"], request["decode_worker"]) == (stream.num_tokens, "d")
+        assert "prompt" not in request
+        workers[1].go.set()
+
+
+def list_by_command(url: str, files: PeerFiles) -> Any:
+    tls = ("--ca", str(files.ca), "--certificate", str(files.admin_certificate), "--key", str(files.admin_key))
+    done = run("requests", "--json", "--redis-url", url, *tls, "--server-name", PEER_NAME)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("admin_name", [None, ADMIN_NAME])
+async def test_a_router_serves_the_calls_of_administrators_only_where_it_names_them(
+    store: Store, files: PeerFiles, admin_name: str | None
+) -> None:
+    settings = RouterSettings(models=("m",), port=0, admin_name=admin_name, **mutual_tls(files))
+    models = Models([tiny()])
+    process = RouterProcess(settings, models, auth.load(None, models), store)
+    (*others, last) = process.services
+    assert not any(service.is_administrative for service in others)
+    assert (last.name == "decant.internal.v1.RouterAdmin", last.is_administrative) == (admin_name is not None,) * 2
+    await process.close()
+
+
+def test_administrators_of_a_router_need_certificates() -> None:
+    with pytest.raises(InvalidSettings, match="needs tls_client_ca"):
+        load(RouterSettings, ["--models", "m", "--admin-name", ADMIN_NAME], {})
+
+
+async def test_the_command_reports_a_router_that_names_no_administrators(store: Store, server: PrivateRedis) -> None:
+    none = await asyncio.to_thread(run, "requests", "--redis-url", server.url)
+    assert (none.exit_code, none.stderr) == (2, "decant: no router is registered: there are no requests to list\n")
+    async with core(store, ()) as router, serving(router, None) as address:
+        await store.routers.register(RouterRegistration(peer=new_peer("router-1"), address=address))
+        done = await asyncio.to_thread(run, "requests", "--redis-url", server.url)
+    assert done.exit_code == 1
+    assert done.stdout == f"router-1: {address}: it names no administrators: set --admin-name\n"
