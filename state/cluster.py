@@ -77,11 +77,25 @@ class SlotPrimary(PrimaryAddress):
             ranges: list[Any] = await node.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
         finally:
             await node.aclose()
-        return [
-            # a node that does not know its own host leaves it empty
-            SlotRange(first, last, [((host or b"").decode() or address[0], port) for host, port, *_ in nodes])
-            for first, last, *nodes in ranges
-        ]
+        return parse_ranges(ranges, address[0])
+
+
+def parse_ranges(reply: Sequence[Any], asked: str) -> list[SlotRange]:
+    """Parse the reply to CLUSTER SLOTS of the node at the host ``asked``."""
+    return [SlotRange(first, last, [(_host(node, asked), node[1]) for node in nodes]) for first, last, *nodes in reply]
+
+
+def _host(node: Sequence[Any], asked: str) -> str:
+    """Host of a node [host, port, id, metadata], whose metadata Redis has since version 7.
+
+    The host that was asked stands for one that is empty or null: the node does not know its own, or is configured to
+    name none. "?" says that the node has no host name although names are wanted; its address is in the metadata.
+    """
+    host = node[0] or b""
+    if host == b"?":
+        metadata = node[3] if len(node) > 3 else []
+        host = dict(zip(metadata[::2], metadata[1::2], strict=True)).get(b"ip") or b""
+    return bytes(host).decode() or asked
 
 
 def _worst(failures: Iterable[BaseException]) -> BaseException | None:

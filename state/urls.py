@@ -17,10 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from redis.asyncio.connection import Connection, parse_url
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.exceptions import RedisError
 
 SENTINEL_PORT = 26379
@@ -58,6 +59,7 @@ OWN_OPTIONS = frozenset(
     ]
 )
 """They would change the address, what replies are or the deadline of a call, or are objects and no texts."""
+_TLS_FILES = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
 _PORT_LIMIT = "host:port with a port from 0 to 65535"
 
 
@@ -193,9 +195,25 @@ def _check_options(options: Mapping[str, Any]) -> None:
     connection = dict(options)
     kind = connection.pop("connection_class", Connection)
     try:
-        kind(**connection)
+        made = kind(**connection)
     except (TypeError, ValueError, RedisError) as error:
         raise BadUrl(_OPTIONS_LIMIT, str(error).rpartition("argument ")[2]) from None
+    if isinstance(made, SSLConnection):
+        _check_tls(made, options)
+
+
+def _check_tls(connection: SSLConnection, options: Mapping[str, Any]) -> None:
+    """Refuse files that no connection could use: each connection would fail, as if Redis were unavailable."""
+    for name in _TLS_FILES & options.keys():
+        try:
+            with Path(options[name]).open("rb"):
+                pass
+        except OSError as error:
+            raise BadUrl(f"{name}: a file that can be read ({error.strerror})", options[name]) from None
+    try:
+        connection.ssl_context.get()
+    except (OSError, ValueError, RedisError) as error:
+        raise BadUrl("options ssl_* that fit together, with PEM files", str(error)) from None
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

@@ -4,14 +4,17 @@ import asyncio
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
 
 from decant.state.client import Client
+from decant.state.cluster import parse_ranges
 from decant.state.errors import StoreFault, StoreUnavailable
 from decant.state.scripts import on_key
 from decant.state.urls import parse_cluster_url, split_key_prefix
+from tests.runtime.certificates import Certificates
 from tests.state.every_operation import walk
 from tests.state.factories import KEY, make_store
 from tests.state.redis_cluster import PASSWORD, SLOTS, RedisCluster, connect, redis_cluster, until
@@ -24,12 +27,29 @@ LAST_THIRD = "key_prefix=a"
 """Its hash tag is in a slot of the last of three primaries, which has the replica."""
 
 
-def test_a_url_names_some_nodes_and_credentials() -> None:
-    url = parse_cluster_url("rediss+cluster://me:p%40ss@one,two:5000,[::1]:5001?ssl_ca_certs=/ca")
+def test_a_url_names_some_nodes_and_credentials(tmp_path: Path) -> None:
+    ca = str(Certificates(tmp_path).ca)
+    url = parse_cluster_url(f"rediss+cluster://me:p%40ss@one,two:5000,[::1]:5001?ssl_ca_certs={ca}")
     assert url.addresses == (("one", 6379), ("two", 5000), ("::1", 5001))
     assert (url.connection["username"], url.connection["password"]) == ("me", "p@ss")
-    assert (url.connection["ssl"], url.connection["ssl_ca_certs"]) == (True, "/ca")
+    assert (url.connection["ssl"], url.connection["ssl_ca_certs"]) == (True, ca)
     assert parse_cluster_url("redis+cluster://one").connection == {"ssl": False}
+
+
+@pytest.mark.parametrize(
+    ("node", "host"),
+    [
+        ([b"10.0.0.1", 7000, b"id"], "10.0.0.1"),
+        ([b"", 7000, b"id"], "asked"),
+        ([None, 7000, b"id", [b"ip", b"10.0.0.1"]], "asked"),
+        ([b"?", 7000, b"id", [b"ip", b"10.0.0.1"]], "10.0.0.1"),
+        ([b"?", 7000, b"id", [b"ip", b""]], "asked"),
+        ([b"?", 7000, b"id"], "asked"),
+    ],
+)
+def test_a_node_without_a_host_name_is_found_by_its_address(node: list[object], host: str) -> None:
+    (only,) = parse_ranges([[0, SLOTS - 1, node, node]], "asked")
+    assert only == (0, SLOTS - 1, [(host, 7000)] * 2)
 
 
 def test_all_keys_of_a_deployment_have_one_hash_tag() -> None:

@@ -19,6 +19,7 @@ from decant.state.private_redis import PrivateRedis, find_redis_server
 from decant.state.store import Store
 from decant.state.urls import BadUrl, check_url, parse_sentinel_url, split_key_prefix
 from tests.ports import reserved_port
+from tests.runtime.certificates import Certificates
 from tests.state.factories import KEY, make_request, make_store, router, worker_registration, write_request, written
 
 PATIENCE_S = 300.0
@@ -161,14 +162,15 @@ async def test_without_any_sentinel_the_store_is_unavailable() -> None:
     await client.close()
 
 
-def test_a_url_names_sentinels_service_database_and_credentials() -> None:
+def test_a_url_names_sentinels_service_database_and_credentials(tmp_path: Path) -> None:
+    ca = str(Certificates(tmp_path).ca)
     url = parse_sentinel_url(
-        "rediss+sentinel://me:p%40ss@one,two:5000,[::1]:5001/main/3?ssl_ca_certs=/ca&sentinel_password=x"
+        f"rediss+sentinel://me:p%40ss@one,two:5000,[::1]:5001/main/3?ssl_ca_certs={ca}&sentinel_password=x"
     )
     assert url.addresses == (("one", 26379), ("two", 5000), ("::1", 5001))
     assert (url.service, url.connection["db"], url.connection["username"]) == ("main", 3, "me")
     assert (url.connection["password"], url.connection["ssl"]) == ("p@ss", True)
-    assert url.sentinel == {"password": "x", "ssl_ca_certs": "/ca", "ssl": True}
+    assert url.sentinel == {"password": "x", "ssl_ca_certs": ca, "ssl": True}
     assert split_key_prefix("redis+sentinel://one/main?key_prefix=a%3A&ssl_ca_certs=/ca") == (
         "redis+sentinel://one/main?ssl_ca_certs=%2Fca",
         "a:",
@@ -205,6 +207,10 @@ def test_a_url_names_sentinels_service_database_and_credentials() -> None:
         ("redis://one?key_prefix={x}", "one key_prefix, of 1 to 64 letters"),
         ("redis://one?key_prefix=", "one key_prefix, of 1 to 64 letters"),
         ("redis://one?key_prefix=a&key_prefix=b", "one key_prefix"),
+        ("rediss://one?ssl_ca_certs=/no/ca", r"ssl_ca_certs: a file that can be read \(No such.+\), got /no/ca"),
+        ("rediss+cluster://one?ssl_certfile=/no/c", "ssl_certfile: a file that can be read .+ got /no/c"),
+        ("rediss+sentinel://one/main?ssl_keyfile=/tmp", r"ssl_keyfile: a file that can be read \(Is a directory\)"),
+        (f"rediss://one?ssl_ca_certs={__file__}", "options ssl_\\* that fit together, with PEM files, got"),
         ("http://one", "begins with one of redis://, rediss://, unix://, redis\\+sentinel://"),
     ],
 )
