@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from decant.protos import inference_pb2 as pb
 from decant.protos.kserve import grpc_service_pb2 as kserve
 from decant.router.api.validation import check_known
@@ -93,7 +95,10 @@ def _set(own: pb.GenerateRequest, name: str, value: Any) -> None:
     if isinstance(value, str) and name != "stop":  # Triton's clients send numbers as texts too
         value = _number(name, value)
     try:
-        if message.DESCRIPTOR.fields_by_name[field].is_repeated:
+        descriptor = message.DESCRIPTOR.fields_by_name[field]
+        if descriptor.type != FieldDescriptor.TYPE_BOOL and _has_bool(value):
+            raise TypeError(value)  # protobuf takes true for 1 in some fields and versions
+        if descriptor.is_repeated:
             if isinstance(value, dict):
                 raise TypeError(value)  # its keys would be taken
             getattr(message, field).extend([value] if isinstance(value, str | int) else value)
@@ -102,6 +107,10 @@ def _set(own: pb.GenerateRequest, name: str, value: Any) -> None:
     except (TypeError, ValueError, OverflowError):
         kind = "a value of the field's type and range"
         raise InvalidArgument(f"{SAMPLING}.{name}", kind, shorten(str(value))) from None
+
+
+def _has_bool(value: Any) -> bool:
+    return any(isinstance(one, bool) for one in (value if isinstance(value, list) else [value]))
 
 
 def _number(name: str, text: str) -> Any:

@@ -171,6 +171,14 @@ REFUSED: dict[str, tuple[kserve.ModelInferRequest, type[ServiceError], str]] = {
         InvalidArgument,
         r"sampling_parameters.max_tokens: a value of the field's type and range, got \[1\]",
     ),
+    **{
+        f"true as {name}": (
+            request(sampling={name: [True] if name == "stop_token_ids" else True}),
+            InvalidArgument,
+            rf"sampling_parameters.{name}: a value of the field's type and range, got \[?True\]?",
+        )
+        for name in ("max_tokens", "temperature", "seed", "stop_token_ids", "stop")
+    },
     "no number": (request(sampling={"seed": "x"}), InvalidArgument, "sampling_parameters.seed: a number, .+, got x"),
     "no object": (request(sampling=[]), InvalidArgument, r"sampling_parameters: a JSON object, got \[\]"),
     "a version": (request(model_version="2"), NotFound, ".+tiny-python in version 2"),
