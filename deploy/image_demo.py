@@ -93,6 +93,7 @@ class Podman:
         if shutil.which("podman") is None:
             raise DemoFailed("podman is not on PATH")
         self._stack = stack
+        self._ids = Path(stack.enter_context(TemporaryDirectory(prefix=PREFIX)))
         call(
             "podman",
             "run",
@@ -122,11 +123,14 @@ class Podman:
         network = "none" if process.name == "redis" else f"container:{PREFIX}redis"
         variables = [part for item in process.environment.items() for part in ("--env", "=".join(item))]
         entrypoint, *arguments = process.command
+        # Podman writes the id when it has made the container, which it leaves if it can't start it. A container of
+        # another program that has the name makes `podman run` fail, and stays.
+        id = ("--cidfile", str(self._ids / process.name))
+        self._stack.callback(capture, "podman", "rm", "--force", "--time", "0", *id)
         call(
-            *("podman", "run", "--detach", "--name", name, "--network", network, *self._flags(), *variables),
+            *("podman", "run", "--detach", "--name", name, *id, "--network", network, *self._flags(), *variables),
             *("--entrypoint", entrypoint, process.image, *arguments),
         )
-        self._stack.callback(capture, "podman", "rm", "--force", "--time", "0", name)
 
     def run(self, process: Process, *command: str) -> subprocess.CompletedProcess[str]:
         return capture("podman", "exec", PREFIX + process.name, *command)

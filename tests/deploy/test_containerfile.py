@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -111,6 +112,35 @@ def test_the_processes_of_the_demo_have_settings_that_they_accept() -> None:
         ports |= {settings.port, settings.admin_port}
         assert settings.redis_url == "redis://127.0.0.1:6379"
     assert len(ports) == 6
+
+
+def test_the_demo_removes_a_container_that_was_made_and_did_not_start(tmp_path: Path) -> None:
+    podman = tmp_path / "podman"
+    podman.write_text(
+        f"""#!/bin/bash
+echo "$*" >> {tmp_path}/calls
+while [ "$1" != --cidfile ] && [ $# -gt 0 ]; do shift; done
+case "$2" in */redis) [ -e "$2" ] || {{ echo made > "$2"; exit 125; }} ;; */router) exit 125 ;; esac
+"""
+    )
+    podman.chmod(0o755)
+    code = """
+from image_demo import *
+for name in ("redis", "router"):
+    try:
+        with ExitStack() as stack:
+            Podman(stack, "image").start(Process(name, "image", ("decant",), {}))
+    except DemoFailed:
+        print("failed")
+"""
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "deploy", env=own, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("failed\n" * 2, "")
+    removals = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("rm ")]
+    assert [line.rpartition("/")[2] for line in removals] == ["redis", "router"]
+    assert not any("decant-demo-router" in line.split() for line in removals), "another program's container stays"
 
 
 def test_without_a_builder_make_image_says_what_it_needs(tmp_path: Path) -> None:
