@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MASK_SECONDS = 1.0
-"""Longest wait for the masks of a step, which take milliseconds: the library's limits bound each."""
+"""Most time of the processor, of the whole process, in which the masks of a step are waited for. They take milliseconds:
+the library's limits bound each.
+"""
+LONGEST_WAIT_SECONDS = 60.0
+"""Longest wait for masks where the process gets little time of a busy processor."""
+POLL_SECONDS = 0.05
 STEP_LIMIT = "a grammar that can be followed token by token"
 
 
@@ -141,7 +147,7 @@ class _MaskBatch:
 
     def collect(self) -> None:
         """Give each sequence its mask."""
-        ended = self._ended.wait(MASK_SECONDS)
+        ended = self._wait()
         if self._results is not None:
             for work, result in zip(self._works, self._results, strict=True):
                 work.of.set(work.stop, result)
@@ -154,6 +160,13 @@ class _MaskBatch:
         for work in self._works:
             alone = _MaskBatch([work.again()])
             threading.Thread(target=alone.compute, name="mask", daemon=True).start()
+
+    def _wait(self) -> bool:
+        most, latest = time.process_time() + MASK_SECONDS, time.monotonic() + LONGEST_WAIT_SECONDS
+        while not self._ended.wait(POLL_SECONDS):
+            if time.process_time() > most or time.monotonic() > latest:
+                return False
+        return True
 
 
 def begin_masks(masks: Sequence[tuple[GuideMask, Sequence[int], int]]) -> None:

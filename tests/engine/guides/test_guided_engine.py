@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -149,13 +150,17 @@ def test_a_grammar_that_fails_ends_its_sequence_by_the_field_and_no_other() -> N
 
 
 @pytest.mark.slow
-def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "MASK_SECONDS", 0.2)
+@pytest.mark.parametrize("is_computing", [True, False])
+def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(
+    is_computing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask, "MASK_SECONDS", 0.2 if is_computing else 600.0)
+    monkeypatch.setattr(mask, "LONGEST_WAIT_SECONDS", 600.0 if is_computing else 0.2)
     is_over = threading.Event()
 
     def stuck(output: Sequence[int]) -> set[int]:
-        if len(output) == 2:
-            is_over.wait()
+        while len(output) == 2 and not is_over.wait(0 if is_computing else None):
+            pass
         return {5, 6}
 
     requests = [
@@ -172,6 +177,21 @@ def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(monkey
     assert "one that takes longer" in str(fault)
     assert all(len(output) == 8 for output in outputs.values())
     assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
+
+
+@pytest.mark.slow
+def test_a_mask_that_waits_for_the_processor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the thread of the masks may wait for seconds before it runs."""
+    monkeypatch.setattr(mask, "MASK_SECONDS", 0.3)
+
+    def late(output: Sequence[int]) -> set[int]:
+        if len(output) == 2:
+            time.sleep(1.0)
+        return {5, 6}
+
+    outputs, ends = run(make_engine(device=device()), make_request("a", [1, 2, 3], grammar=ScriptedGrammar(late)))
+    assert ends["a"].reason is FinishReason.LENGTH
+    assert len(outputs["a"]) == 8
 
 
 def test_a_grammar_with_one_endless_text_gives_a_mask_for_each_token() -> None:
