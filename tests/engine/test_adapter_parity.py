@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -19,7 +20,7 @@ from decant.engine.model.backend import Backend
 from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.plan import Row
 from decant.engine.request import Request
-from tests.engine import peft_adapters, tiny
+from tests.engine import peft_adapters, quantized, tiny
 from tests.engine.peft_adapters import ALL, ATTENTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -38,6 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
     "some layers": {"layers_to_transform": [1]},
     "without some": {"exclude_modules": ["k_proj", "model.layers.0.mlp.up_proj"]},
 }
+
+QUANTIZED = ["compressed-int8-channel", "gptq-4-64-act-order", "compressed-fp8-channel"]
+"""A format for each kind of codes, one of them with an order of the inputs."""
 
 
 def add(device: ModelDevice, folder: Path) -> str:
@@ -73,19 +77,27 @@ def logits(device: ModelDevice, rows: Sequence[Row]) -> list[torch.Tensor]:
 
 
 def check_parity(device: ModelDevice, model: Path, folders: Sequence[Path]) -> None:
-    chosen: list[Path | None] = [folders[0], folders[-1], None, folders[0]]
-    digests = {folder: add(device, folder) for folder in folders}
-    ours = logits(device, rows_of(device, ["" if folder is None else digests[folder] for folder in chosen]))
+    """Compare a step of rows with the first adapter, the last one, none, and the first again with PEFT's logits."""
+    check_rows(device, model, [folders[0], folders[-1], None, folders[0]])
+
+
+def check_rows(device: ModelDevice, model: Path, chosen: Sequence[Path | None]) -> None:
+    """Compare a step of rows with the adapters ``chosen`` with the logits of PEFT, and with the bits of rows alone."""
+    digests = {folder: add(device, folder) for folder in chosen if folder is not None}
+    rows_together = rows_of(device, ["" if folder is None else digests[folder] for folder in chosen])
+    ours = logits(device, rows_together)
+    for row, found in zip(rows_together, ours, strict=True):
+        assert torch.equal(logits(device, [row])[0], found)
     for folder in dict.fromkeys(chosen):  # each model of PEFT is loaded once
-        rows = [row for row, each in enumerate(chosen) if each == folder]
-        expected = peft_logits(model, folder, tuple(rows))
-        for row, theirs in zip(rows, expected, strict=True):
-            assert (ours[row] - theirs).abs().max() < 1e-3 * theirs.std()
+        indexes = [index for index, each in enumerate(chosen) if each == folder]
+        expected = peft_logits(model, folder, tuple(indexes))
+        for index, theirs in zip(indexes, expected, strict=True):
+            assert (ours[index] - theirs).abs().max() < 1e-3 * theirs.std()
 
 
 @cache
 def peft_logits(model: Path, folder: Path | None, rows: tuple[int, ...]) -> list[torch.Tensor]:
-    return peft_adapters.logits(model, folder, [PROMPTS[row] for row in rows])
+    return peft_adapters.logits(model, folder, [PROMPTS[row % len(PROMPTS)] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +122,22 @@ def test_each_sequence_has_the_logits_of_peft_with_its_adapter(
 ) -> None:
     one = peft_adapters.save(model, tmp_path / "one", **CASES[case])
     check_parity(device, model, [one, other])
+
+
+@pytest.mark.parametrize("layout", QUANTIZED)
+def test_adapters_on_a_quantized_base_have_the_logits_of_peft_on_its_dequantized_weights(
+    layout: str, model: Path, other: Path, tmp_path: Path
+) -> None:
+    """PEFT needs another package for each format, and then rounds as that package does."""
+    base, plain = (Path(shutil.copytree(model, tmp_path / name)) for name in ("base", "plain"))
+    quantized.dequantize(plain, quantized.quantize(base, quantized.LAYOUTS[layout]))
+    of_all = peft_adapters.save(
+        plain, tmp_path / "of-all", r=16, rank_pattern={"q_proj": 3, r"layers\.0\.mlp\.down_proj": 9}
+    )
+    of_one = peft_adapters.save(plain, tmp_path / "of-one", seed=2, r=1, target_modules=r".*layers\.1.*(v|gate)_proj")
+    device = serve(base)
+    assert device.quantization
+    check_rows(device, plain, [of_all, of_one, other, None, of_one, of_all, other])
 
 
 @pytest.mark.parametrize(
