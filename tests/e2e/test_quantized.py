@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,61 +16,83 @@ from decant import models
 from decant.engine.engine import Engine
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
-from decant.engine.request import Request, StopParams
+from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
+from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2 import GetModelRequest
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.model_files import local_folder
 from tests import gguf_files
-from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, join_messages, open_stub
+from tests.e2e.client_checks import TOKENIZER, ask, generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, deployment
 from tests.e2e.test_killed_workers import PROMPT, owner_of_a_run
-from tests.engine import tiny
+from tests.engine import peft_adapters, tiny
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 600
+TOKENS = 300
+"""Of each output."""
+OUTPUTS, SEED = 2, 3
+BASE = "base"
 
 
-def alone() -> list[int]:
-    kinds: Any = {"quantize": "int4", "kv_dtype": "int8"}
-    config = ModelConfig(str(models.path()), dtype="bfloat16", device="cpu", kv_bytes=32 << 20, **kinds)
-    engine = Engine(load(config), Limits(context_length=2048))
-    prompt = tuple(TOKENIZER.encode(PROMPT).ids)
-    return tiny.run(engine, [Request("r", prompt, stop=StopParams(max_tokens=TOKENS, ignore_eos=True))]).tokens["r"]
+def alone(adapters: Mapping[str, Path]) -> dict[str, list[list[int]]]:
+    """Outputs of one engine, by adapter; ``BASE`` is of none, and greedy."""
+    kinds: Any = {"quantize": "int4", "kv_dtype": "int8", "adapters": True}
+    device = load(ModelConfig(str(models.path()), dtype="bfloat16", device="cpu", kv_bytes=32 << 20, **kinds))
+    engine, requests = Engine(device, Limits(context_length=2048)), [tiny.greedy(BASE, TOKENIZER.encode(PROMPT).ids, 8)]
+    for name, folder in adapters.items():
+        engine.add_adapter(prepared := device.adapters.load(name, folder))
+        for index in range(OUTPUTS):
+            sampling = SamplingParams(temperature=1.0, seed=SEED, output_index=index)
+            request = tiny.greedy(f"{name}{index}", requests[0].token_ids, TOKENS, adapter=prepared.digest)
+            requests.append(replace(request, sampling=sampling))
+    tokens = tiny.run(engine, requests).tokens
+    return {BASE: [tokens[BASE]]} | {name: [tokens[f"{name}{index}"] for index in range(OUTPUTS)] for name in adapters}
 
 
-async def interrupted(stub: InferenceServiceStub, running: Deployment, interrupt: Callable[[Process], None]) -> Answer:
-    """Generate TOKENS tokens, and interrupt the decode worker that writes them."""
-    request = generate_request(PROMPT, max_tokens=TOKENS)
-    request.stopping.ignore_eos = True
-    messages, owner = [], None
+async def interrupted(
+    stub: InferenceServiceStub, running: Deployment, adapter: str, interrupt: Callable[[Process], None]
+) -> tuple[pb.Receipt, list[list[int]]]:
+    """Generate with an adapter, and interrupt the decode worker that writes the outputs."""
+    sampling = pb.SamplingParams(temperature=1.0, seed=SEED, n=OUTPUTS)
+    request = generate_request(PROMPT, sampling=sampling, max_tokens=TOKENS)
+    request.stopping.ignore_eos, request.lora_name = True, adapter
+    outputs: list[list[int]] = [[] for _ in range(OUTPUTS)]
+    owner, receipt = None, pb.Receipt()
     async for message in stub.GenerateStream(request, timeout=PATIENCE_S):
-        messages.append(message)
+        outputs[message.delta.index] += message.delta.token_ids
+        receipt = message.receipt
         if owner is None and message.seq > 10 and (owner := await owner_of_a_run(running)):
             interrupt(owner.process)
             running.workers.remove(owner)
-    answer = join_messages(messages)
     assert owner is not None
-    assert not answer.receipt.decode_worker.endswith(f"-{owner.process.pid}")
-    return answer
+    assert not receipt.decode_worker.endswith(f"-{owner.process.pid}")
+    return receipt, outputs
 
 
-async def test_a_quantized_deployment_gives_the_text_of_one_engine_through_split_drain_and_failover() -> None:
+async def test_a_quantized_deployment_with_adapters_gives_the_text_of_one_engine_through_split_drain_and_failover(
+    tmp_path: Path,
+) -> None:
     kinds = ("--quantize", "int4", "--kv-dtype", "int8")
-    with deployment(decode=3, dtype="bfloat16", worker=(*SMALL_KV, *kinds)) as running:
+    adapters = {
+        name: peft_adapters.for_model(tmp_path / name, models.path(), rank=rank, seed=rank)
+        for name, rank in (("pirate", 4), ("poet", 19))
+    }
+    named = ("--adapters", ",".join(f"{name}={folder}" for name, folder in adapters.items()))
+    with deployment(decode=3, dtype="bfloat16", worker=(*SMALL_KV, *kinds, *named)) as running:
         channel, stub = open_stub(running.address)
         async with channel:
             answer = await ask(stub, generate_request(PROMPT, max_tokens=8))
             assert answer.receipt.handoff_bytes > 0
             assert (await stub.GetModel(GetModelRequest())).quantization == "int4"
-            expected = await asyncio.to_thread(alone)
-            assert len(expected) == TOKENS
-            assert expected[:8] == answer.ids
-            for interrupt, attempts in ((Process.ask_to_end, 1), (Process.kill, 2)):
-                answer = await interrupted(stub, running, interrupt)
-                assert answer.receipt.attempts == attempts
-                assert answer.ids == expected
+            expected = await asyncio.to_thread(alone, adapters)
+            assert expected[BASE] == [answer.ids]
+            assert len({tuple(output) for outputs in expected.values() for output in outputs}) == 1 + 2 * OUTPUTS
+            for name, interrupt, attempts in (("pirate", Process.ask_to_end, 1), ("poet", Process.kill, 2)):
+                receipt, outputs = await interrupted(stub, running, name, interrupt)
+                assert receipt.attempts == attempts
+                assert outputs == expected[name]
         await asyncio.to_thread(running.settled)
 
 
