@@ -64,7 +64,7 @@ class AdapterUse:
 class AdapterStore:
     """Owner of a worker's adapters: of what it announces, and of the device's.
 
-    ``max_bytes`` bounds the matrices in memory, with one adapter more while its folder is read for the first time.
+    ``max_bytes`` bounds the matrices in memory, with one adapter more from when its folder is read until it fits.
     """
 
     def __init__(self, loop: EngineLoop, device: Adapters, max_bytes: int | None = None) -> None:
@@ -183,7 +183,6 @@ class AdapterStore:
         if found is None:
             raise InvalidRequest("adapter", "one that this worker has", digest)
         name, offer = found
-        await self._make_room(offer.adapter.memory_bytes)
         try:
             prepared = await asyncio.to_thread(self._read, name, offer.folder)
         except AdapterRefused as refused:
@@ -191,6 +190,7 @@ class AdapterStore:
             raise InvalidRequest("adapter", "one whose folder can still be read", digest) from None
         if prepared.digest != digest:
             raise InvalidRequest("adapter", "one whose folder still has it", digest)
+        await self._make_room(prepared.nbytes)  # only now: a folder that is broken makes no other adapter leave
         await self._add(prepared)
         self.changes.publish(None)
 

@@ -84,6 +84,7 @@ async def test_an_adapter_in_use_stays_until_its_runs_have_ended_and_a_use_of_an
                 await stack.enter_context(store.use(a)).begin()
             waiting = store.use(b)
             begun = asyncio.create_task(waiting.begin())
+            await eventually(lambda: not in_memory(store))
             late = store.use(a)  # behind the one that waits: its adapter is to leave
             again = asyncio.create_task(late.begin())
             await asyncio.sleep(0.05)
@@ -106,7 +107,7 @@ async def test_a_use_that_is_cancelled_while_it_waits_leaves_what_was_to_leave(t
         with store.use(a) as use:
             await use.begin()
             begun = asyncio.create_task(store.use(b).begin())
-            await asyncio.sleep(0)
+            await eventually(lambda: not in_memory(store))
             begun.cancel()
             await asyncio.wait([begun])
             with store.use(a) as again:
@@ -142,6 +143,7 @@ async def test_a_folder_that_has_the_adapter_no_more_refuses_its_uses(change: st
             save(tmp_path / "a", "another")
         with pytest.raises(InvalidRequest, match=r"adapter: one whose folder (can )?still"):
             await store.use(a).begin()
+        assert (in_memory(store), store.evictions) == ({"b"}, 1), "it makes no other one leave"
         work = make_work()
         work.adapter = a
         refused = await harness.ask(work).expect("refused")
