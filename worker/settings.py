@@ -84,7 +84,7 @@ class WorkerSettings(MemberSettings):
     )
     adapters: tuple[str, ...] = Field(
         default=(),
-        description="LoRA adapters of the model, on a CPU: NAME=FOLDER, separated by commas; a folder as PEFT saves it",
+        description="LoRA adapters of the model: NAME=FOLDER, separated by commas; a folder as PEFT saves it",
     )
     adapter_directory: Path | None = Field(
         default=None,

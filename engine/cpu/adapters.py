@@ -15,22 +15,20 @@ All products are those of ``gemm``, so a row's bits do not depend on the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from decant.engine.checkpoint.adapter import Adapter, LowRank, read
 from decant.engine.cpu.fused_layer import StepChanges, fused_layers
 from decant.engine.cpu.gemm import PANEL, NativeWeight, Product, prepare
 from decant.engine.cpu.huge_pages import Arena
 from decant.engine.cpu.linear import PackedLinear
-from decant.engine.errors import AdapterRefused
+from decant.engine.model.adapter_targets import AdapterTargets, positions_of, replaced, scaled
 from decant.engine.model.adapters import adapters_of
 from decant.engine.model.decoder_layer import Forward, find_parts
 from decant.engine.model.step_batch import FlatBatch
@@ -103,7 +101,8 @@ class CpuAdapters:
     def __init__(self, model: nn.Module, targets: Mapping[str, PackedLinear], kernels: ModuleType | None) -> None:
         """``targets``: the linear layers that ``find_targets`` found, by name."""
         self._kernels = kernels
-        self._names = frozenset(name for name, _ in model.named_modules())
+        shapes = {name: (layer.weight.shape[0], layer.weight.shape[1]) for name, layer in targets.items()}
+        self._fitting = AdapterTargets(model, shapes)
         self._targets = targets
         self._step: dict[str, Rows] = {}
         self._forwards = {name: AdaptedLinear(layer, self._step) for name, layer in targets.items()}
@@ -125,37 +124,19 @@ class CpuAdapters:
 
     def load(self, name: str, folder: Path) -> CpuAdapter:
         """Read an adapter and make its products, from any thread. Raises AdapterRefused."""
-        adapter = read(name, folder)
-        self._check(adapter)
+        adapter = self._fitting.read(name, folder)
         arena, changes, nbytes = Arena(), {}, 0
-        for name, change in adapter.changes.items():
-            dtype = self._targets[name].weight.dtype
-            down, up = _padded(change, dtype)
-            if not bool(up.isfinite().all() and down.isfinite().all()):
-                raise AdapterRefused(adapter.name, f"{name}, scaled by {change.scaling:g}, is not finite in {dtype}")
+        for module, change in adapter.changes.items():
+            down, up = scaled(name, module, change, self._targets[module].weight.dtype, PANEL)
+            up = _padded(up)
             down_product, up_product = (prepare(each, None, self._kernels, arena) for each in (down, up))
-            changes[name] = Change(down_product, up_product, len(change.up))
+            changes[module] = Change(down_product, up_product, len(change.up))
             nbytes += down.nbytes + up.nbytes
         return CpuAdapter(adapter.digest, adapter.rank, nbytes, changes, self._table(changes))
 
     def _table(self, changes: Mapping[str, Change]) -> ctypes.Array[_LowRank]:
         found = [changes.get(name) for names in self._fused_names for name in names]
         return (_LowRank * len(found))(*(_LowRank() if change is None else change.addresses for change in found))
-
-    def _check(self, adapter: Adapter) -> None:
-        for name, change in adapter.changes.items():
-            if name not in self._names:
-                raise AdapterRefused(adapter.name, f"it changes {name}, which the model does not have")
-            if (layer := self._targets.get(name)) is None:
-                reason = "which is no linear layer that computes each token once (such as those of experts)"
-                raise AdapterRefused(adapter.name, f"it changes {name}, {reason}: this is not served")
-            if (shape := tuple(layer.weight.shape)) != change.shape:
-                reason = f"its change of {name} is {list(change.shape)}, and the model's weight {list(shape)}"
-                raise AdapterRefused(adapter.name, reason)
-        missing = sorted(name for name in self._targets.keys() - adapter.changes if adapter.config.changes(name))
-        if missing:
-            reason = f"it lacks the matrices of {len(missing)} of its target modules, {missing[0]} among them"
-            raise AdapterRefused(adapter.name, reason)
 
     def add(self, prepared: PreparedAdapter) -> None:
         assert isinstance(prepared, CpuAdapter)
@@ -173,7 +154,7 @@ class CpuAdapters:
 
     @contextmanager
     def _adapted(self, flat: FlatBatch, digests: Sequence[str]) -> Iterator[None]:
-        self._step.update((digest, _rows(flat, digest)) for digest in digests)
+        self._step.update((digest, torch.from_numpy(positions_of(flat, digest))) for digest in digests)
         rows = [
             _AdapterRows(ctypes.addressof(self._adapters[digest].table), each.data_ptr(), len(each))
             for digest, each in self._step.items()
@@ -189,55 +170,6 @@ class CpuAdapters:
             self._step.clear()
 
 
-def _rows(flat: FlatBatch, digest: str) -> Rows:
-    spans = zip(flat.rows, flat.firsts.tolist(), flat.stops.tolist(), strict=True)
-    chosen = [np.arange(first, stop) for row, first, stop in spans if row.request.adapter == digest]
-    return torch.from_numpy(np.concatenate(chosen))
-
-
-def _padded(change: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return down and scaled up with zeros for whole panels of the rank and of the outputs."""
-    rank, outputs = -change.rank % PANEL, -len(change.up) % PANEL
-    down = nn.functional.pad(change.down.float(), (0, 0, 0, rank))
-    up = nn.functional.pad(change.up.float() * change.scaling, (0, rank, 0, outputs))
-    return down.to(dtype), up.to(dtype)
-
-
-@contextmanager
-def replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """Give modules other forwards for a while."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = own
-
-
-def find_targets(model: nn.Module, run: Callable[[], object], tokens: int) -> Mapping[str, PackedLinear]:
-    """Return the linear layers, by name, that get each of the ``tokens`` tokens of a step exactly once.
-
-    ``run`` computes such a step, and keeps fewer of them. Those of experts get other rows, the head gets only rows
-    that are kept.
-    """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    rows: dict[str, list[int]] = {name: [] for name in layers}
-
-    def recording(name: str, forward: Forward) -> Forward:
-        def record(x: torch.Tensor) -> torch.Tensor:
-            rows[name].append(x.numel() // x.shape[-1])
-            out: torch.Tensor = forward(x)
-            return out
-
-        return record
-
-    recorders: dict[nn.Module, Forward] = {module: recording(name, module.forward) for name, module in layers.items()}
-    unfused: dict[nn.Module, Forward] = {module: layer.original_forward for module, layer in fused_layers(model)}
-    with replaced(recorders), replaced(unfused):
-        run()
-    return {name: layers[name] for name, counts in rows.items() if counts == [tokens]}
+def _padded(up: torch.Tensor) -> torch.Tensor:
+    """Return up with zeros for whole panels of the outputs."""
+    return nn.functional.pad(up, (0, 0, 0, -len(up) % PANEL))

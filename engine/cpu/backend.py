@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from decant.engine.cpu import fused_layer, linear
-from decant.engine.cpu.adapters import CpuAdapters, find_targets
+from decant.engine.cpu.adapters import CpuAdapters
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels.loader import KERNELS, kind
 from decant.engine.cpu.kv_store import HostKvStore
@@ -17,6 +17,7 @@ from decant.engine.cpu.sampler import SCORES_AT_ONCE, NativeSampler
 from decant.engine.cpu.threads import all_for_torch, one_for_torch
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import calibration
+from decant.engine.model.adapter_targets import find_targets
 from decant.engine.model.adapters import ModelAdapters
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
@@ -46,7 +47,8 @@ class CpuBackend(TorchBackend):
         linear.pack(model, None)
 
     def make_adapters(self, model: torch.nn.Module, run: Callable[[], object], tokens: int) -> ModelAdapters:
-        return CpuAdapters(model, find_targets(model, run, tokens), self._kernels)
+        layers = {name: each for name, each in model.named_modules() if isinstance(each, linear.PackedLinear)}
+        return CpuAdapters(model, find_targets(model, layers, run, tokens), self._kernels)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
         return HostKvStore(layout, num_blocks, dtype, self.device)

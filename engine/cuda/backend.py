@@ -13,6 +13,7 @@ import triton
 from triton.errors import TritonError
 
 from decant.engine.cuda import fused_layer
+from decant.engine.cuda.adapters import CudaAdapters, linear_layers, try_changes
 from decant.engine.cuda.attention import TILE, TritonAttention
 from decant.engine.cuda.coded_product import CodedProduct, replace_coded
 from decant.engine.cuda.exact import make_exact
@@ -24,6 +25,8 @@ from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.library_errors import translate_device_errors
 from decant.engine.model import backend as model_backend
+from decant.engine.model.adapter_targets import find_targets
+from decant.engine.model.adapters import ModelAdapters
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -150,8 +153,16 @@ class CudaBackend(TorchBackend):
             runner.capture(limits.context_length, GraphLimits(tokens=mixed_tokens(weights)))
         return runner
 
+    def make_adapters(self, model: torch.nn.Module, run: Callable[[], object], tokens: int) -> ModelAdapters:
+        assert self._dtype is not None
+        with self.around_step():
+            if reason := _tried("adapters", partial(try_changes, self._dtype, self.device)):
+                raise InvalidConfig("adapters", f"off on the device {self.device} ({reason})", True)
+            targets = find_targets(model, linear_layers(model), run, tokens)
+        return CudaAdapters(model, targets, self.device)
+
     def fused_layers(self, model: torch.nn.Module) -> int:
-        return sum(isinstance(module.forward, fused_layer.TritonLayer) for module in model.modules())
+        return len(fused_layer.fused_layers(model))
 
     graph_bytes = GraphLimits().bytes
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decant.engine.cuda import gemm_kernels as kernels
-from decant.engine.cuda.fused_layer import NormForward, TritonLayer, try_norm
+from decant.engine.cuda.fused_layer import NormForward, fused_layers, try_norm
 from decant.engine.errors import InvalidConfig
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
@@ -88,8 +88,7 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
         if exact is None:
             raise InvalidConfig("exact", "off for a model with other parts than linear layers and RMS norms", name)
         replaced.append((module, exact))
-    layers = [module.forward for module in model.modules() if isinstance(module.forward, TritonLayer)]
-    merged = [linear for layer in layers for linear in layer.merged]
+    merged = [linear for _, layer in fused_layers(model) for linear in layer.merged]
     replaced += [(linear, ExactLinear(linear)) for linear in merged if isinstance(linear, nn.Linear)]
     for module, forward in replaced:
         module.forward = forward

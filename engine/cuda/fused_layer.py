@@ -265,6 +265,10 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
     return len(layers)
 
 
+def fused_layers(model: nn.Module) -> list[tuple[nn.Module, TritonLayer]]:
+    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, TritonLayer)]
+
+
 def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> TritonLayer | None:
     trial = Trial(TRIAL_SCALES, parts.hidden, parts.spec, TritonAttention, dtype, parts.device)
     trial.block_size = TILE  # a model with blocks of another size compiles again

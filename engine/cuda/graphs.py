@@ -199,7 +199,7 @@ class StepGraphs:
     def find(self, rows: Sequence[Row]) -> tuple[StepGraph, FlatBatch] | None:
         """Graph for a batch, prepared for it, and the batch padded to its size; None if no graph fits."""
         size = choose_size(self.graphs, sum(row.end - row.start for row in rows), len(rows))
-        if size is None or any(row.has_prompt_logprobs for row in rows):  # these have a logit for each token
-            return None
+        if size is None or any(row.has_prompt_logprobs or row.request.adapter for row in rows):
+            return None  # a graph has neither a logit for each token nor the changes of adapters
         flat = self._flatten(rows, size)
         return (self.graphs[size], flat) if self.graphs[size].prepare(flat) else None

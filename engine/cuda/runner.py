@@ -86,7 +86,8 @@ class CudaRunner(ModelRunner):
         if len(target):
             tokens.index_copy_(0, target, self._drawn.index_select(0, source))
         attention = TritonAttention(self._store, self._layer_windows, batch, self._is_exact)
-        logits = self.compute(tokens, positions, keep, attention)
+        with self.adapters.applied(batch):
+            logits = self.compute(tokens, positions, keep, attention)
         return StepOutput(logits, *self._sampler.top(logits))
 
 

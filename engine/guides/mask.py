@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MASK_SECONDS = 1.0
-"""Most time of the processor, of the whole process, in which the masks of a step are waited for. They take milliseconds:
-the library's limits bound each.
+"""Most processor time that the process takes while it waits for the masks of a step, which take milliseconds: the
+library's limits bound each.
 """
 LONGEST_WAIT_SECONDS = 60.0
 """Longest wait for masks where the process gets little time of a busy processor."""

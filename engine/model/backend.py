@@ -159,7 +159,9 @@ class TorchBackend:
         return ModelRunner(model, store, layer_windows, limits.eos_token_ids, self)
 
     def make_adapters(self, model: torch.nn.Module, run: Callable[[], object], tokens: int) -> ModelAdapters:
-        raise InvalidConfig("adapters", f"off on the device {self.device}: only CPUs compute with them", True)
+        raise InvalidConfig(
+            "adapters", f"off on the device {self.device}: CPUs, and GPUs with triton, compute with them", True
+        )
 
     def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
         return flatten(rows, block_size, null_block)

@@ -54,6 +54,7 @@ class ModelConfig:
     quantize        what to quantize linear layers to while they are loaded, the head among them; None: as they are
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     adapters        whether adapters can be added to the device
+    adapter_bytes   bytes that are kept for them if ``kv_bytes`` is None
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
 
@@ -71,6 +72,7 @@ class ModelConfig:
     kv_dtype: KvDtype = "auto"
     quantize: Quantization | None = None
     adapters: bool = False
+    adapter_bytes: int = 0
     step_sizes: StepSizes = field(default_factory=StepSizes)
 
     def __post_init__(self) -> None:
@@ -256,8 +258,10 @@ def _free_kv_bytes(
             runner.run(plan)
 
     left = kv_memory.choose(subject.backend.kv_bytes_left, steps, most)
-    if not subject.backend.loads_to_device and (free := config.host_memory()) is not None:
-        left = min(left, int(free * HOST_KV_SHARE))
+    if subject.backend.loads_to_device:
+        left -= config.adapter_bytes
+    elif (free := config.host_memory()) is not None:
+        left = min(left, int((free - config.adapter_bytes) * HOST_KV_SHARE))
     if left < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"memory left for at least one block of {layout.block_bytes} bytes", left)
     return left

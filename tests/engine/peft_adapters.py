@@ -76,9 +76,10 @@ def plain(
     return folder
 
 
-def for_model(folder: Path, model: Path, **options: Any) -> Path:
-    """Write an adapter of every query and down projection of a model's folder."""
-    names = (".q_proj.weight", ".down_proj.weight")
+def for_model(
+    folder: Path, model: Path, *, suffixes: tuple[str, ...] = (".q_proj.weight", ".down_proj.weight"), **options: Any
+) -> Path:
+    """Write an adapter of the weights of a model's folder whose names end so."""
     weights = {name: tuple(each.shape) for name, each in load_file(model / "model.safetensors").items()}
-    shapes = {name.removesuffix(".weight"): shape for name, shape in weights.items() if name.endswith(names)}
+    shapes = {name.removesuffix(".weight"): shape for name, shape in weights.items() if name.endswith(suffixes)}
     return plain(folder, shapes, **options)

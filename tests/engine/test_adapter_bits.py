@@ -25,8 +25,8 @@ from decant.engine.plan import Row
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 from tests.engine import peft_adapters, tiny
+from tests.engine.adapted import add, logits, serve
 from tests.engine.factories import make_device, make_engine, make_request, run
-from tests.engine.test_adapter_parity import add, logits, serve
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -322,7 +322,8 @@ def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
 
 @slow
 def test_a_device_without_products_for_adapters_is_refused_by_name(model: Path) -> None:
-    with pytest.raises(InvalidConfig, match="adapters: off on the device cpu: only CPUs compute with them, got True"):
+    reason = "adapters: off on the device cpu: CPUs, and GPUs with triton, compute with them, got True"
+    with pytest.raises(InvalidConfig, match=reason):
         load(ModelConfig(str(model), adapters=True, kv_bytes=1 << 20), backend=TorchBackend(torch.device("cpu")))
 
 

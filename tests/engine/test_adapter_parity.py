@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from decant.engine.cpu.backend import CpuBackend
 from decant.engine.cpu.kernels.loader import KERNELS
-from decant.engine.loading import load
-from decant.engine.model.backend import Backend
-from decant.engine.model.model import ModelConfig, ModelDevice
-from decant.engine.plan import Row
-from decant.engine.request import Request
+from decant.engine.model.model import ModelDevice
 from tests.engine import peft_adapters, quantized, tiny
+from tests.engine.adapted import PROMPTS, add, logits, rows_of, serve
 from tests.engine.peft_adapters import ALL, ATTENTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-
-PROMPTS = [tiny.prompt(length, length) for length in (5, 1, 37, 20)]
 
 CASES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -42,38 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 QUANTIZED = ["compressed-int8-channel", "gptq-4-64-act-order", "compressed-fp8-channel"]
 """A format for each kind of codes, one of them with an order of the inputs."""
-
-
-def add(device: ModelDevice, folder: Path) -> str:
-    prepared = device.adapters.load(folder.name, folder)
-    device.adapters.add(prepared)
-    return prepared.digest
-
-
-def serve(model: Path, backend: Backend | None = None, **options: Any) -> ModelDevice:
-    options = {"dtype": "float32", "device": "cpu", "kv_bytes": 1 << 20, "adapters": True, **options}
-    return load(ModelConfig(str(model), **options), backend=backend)
-
-
-def rows_of(device: ModelDevice, digests: Sequence[str]) -> list[Row]:
-    rows, first = [], 0
-    for index, digest in enumerate(digests):
-        prompt = PROMPTS[index % len(PROMPTS)]
-        stop = first + -(-len(prompt) // device.block_size)
-        request = Request(f"{index}", tuple(prompt), adapter=digest)
-        rows.append(Row(request, prompt, 0, len(prompt), (array("i", range(first, stop)),), True))
-        first = stop
-    return rows
-
-
-@torch.inference_mode()
-def logits(device: ModelDevice, rows: Sequence[Row]) -> list[torch.Tensor]:
-    """Logits of all tokens of each row, computed in one step."""
-    flat = device.runner.flatten(rows)
-    whole = device.runner.forward(flat, np.arange(int(flat.stops[-1])))
-    spans = zip(flat.rows, flat.firsts.tolist(), flat.stops.tolist(), strict=True)
-    pieces = {row.request.id: whole[first:stop].clone() for row, first, stop in spans}
-    return [pieces[row.request.id] for row in rows]
 
 
 def check_parity(device: ModelDevice, model: Path, folders: Sequence[Path]) -> None:

@@ -92,12 +92,16 @@ def run_steps(backend: Backend, steps: Callable[[], object]) -> int:
     return 1 << 20
 
 
-def test_a_load_without_a_size_takes_what_is_left(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig(str(tiny_llama), device="cpu", kv_bytes=None)
+@pytest.mark.parametrize("adapter_bytes", [0, 1 << 19])
+def test_a_load_without_a_size_takes_what_is_left(
+    adapter_bytes: int, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(str(tiny_llama), device="cpu", kv_bytes=None, adapters=True, adapter_bytes=adapter_bytes)
     backend = choose_backend(config)
     monkeypatch.setattr(type(backend), "kv_bytes_left", run_steps)
+    monkeypatch.setattr(type(backend), "loads_to_device", True)
     device = load(config, backend=backend)
-    assert device.num_blocks == (1 << 20) // device.block_bytes
+    assert device.num_blocks == ((1 << 20) - adapter_bytes) // device.block_bytes
 
 
 def test_a_device_in_the_memory_of_the_host_builds_no_steps(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +117,11 @@ def test_a_host_with_little_memory_left_gets_fewer_blocks(
 ) -> None:
     block_bytes = load(ModelConfig(str(tiny_llama), device="cpu", kv_bytes=1 << 20)).block_bytes
     monkeypatch.setattr(backend_module, "HOST_KV_BYTES", 64 * block_bytes)
-    left = None if free is None else int(free * block_bytes) + 1
-    assert load(ModelConfig(str(tiny_llama), device="cpu", host_memory=lambda: left)).num_blocks == blocks
+    left = None if free is None else int((free + 8) * block_bytes) + 1
+    config = ModelConfig(
+        str(tiny_llama), device="cpu", host_memory=lambda: left, adapters=True, adapter_bytes=8 * block_bytes
+    )
+    assert load(config).num_blocks == blocks
 
 
 def test_a_host_without_memory_for_a_block_is_refused_with_what_it_has(tiny_llama: Path) -> None:

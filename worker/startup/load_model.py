@@ -77,6 +77,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
         kv_dtype=settings.kv_dtype,
         quantize=settings.quantize,
         adapters=bool(settings.adapters or settings.adapter_directory or settings.adapter_memory),
+        adapter_bytes=settings.adapter_memory or 0,
         step_sizes=StepSizes(
             max(settings.token_budget or MAX_TOKEN_BUDGET, settings.max_running), settings.max_running
         ),

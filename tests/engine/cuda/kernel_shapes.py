@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from decant.engine.cuda import (
+    adapters,
     attention,
     coded_kernels,
     coded_product,
@@ -171,6 +172,24 @@ def coded_row_shapes() -> dict[str, Kernel]:
     return kernels
 
 
+def adapter_shapes() -> dict[str, Kernel]:
+    tiles = {"TILE_ROWS": adapters.TILE_ROWS, "TILE_RANK": adapters.TILE_RANK}
+    return {
+        "shrink": (
+            "adapter_kernels.shrink",
+            f"*bf16 *i32 *i32 *i64 *fp32{' i32' * 6}",
+            {**tiles, "TILE_DEPTH": adapters.TILE_DEPTH, "SPLIT": adapters.SPLIT},
+            {"num_warps": adapters.WARPS, "num_stages": adapters.STAGES},
+        ),
+        "expand": (
+            "adapter_kernels.expand",
+            f"*fp32 *i32 *i32 *i64 *i32 *bf16{' i32' * 5}",
+            {**tiles, "TILE_OUTPUTS": adapters.TILE_OUTPUTS},
+            USUAL,
+        ),
+    }
+
+
 def sampler_shapes() -> dict[str, Kernel]:
     return {
         "top_token": (
@@ -219,7 +238,7 @@ def attention_shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
 
 def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
     """Return kernels in shapes of Llama-3.1-8B, then with other heads."""
-    kernels = layer_shapes() | product_shapes() | coded_product_shapes() | sampler_shapes()
+    kernels = layer_shapes() | product_shapes() | coded_product_shapes() | adapter_shapes() | sampler_shapes()
     if capability >= dependent_launch.LEAST_CAPABILITY:
         for name in ("add_rms_norm", "multiply_row", "multiply_rows"):
             place, types, constants, options = kernels[name]

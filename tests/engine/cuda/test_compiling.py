@@ -35,7 +35,7 @@ REGISTERS = {
 STACK = {"rotary_angles": 32}
 """Bytes of a thread's stack: the digits of pi for cos and sin of large angles. Other kernels would spill registers."""
 
-PIPELINED = {"attend exact", "attend tokens of wide heads, all options", "linear"}
+PIPELINED = {"attend exact", "attend tokens of wide heads, all options", "linear", "shrink"}
 """They copy a tile while they multiply the one before."""
 
 DIFFERENT_IN_EVERY_STEP = {
@@ -44,6 +44,8 @@ DIFFERENT_IN_EVERY_STEP = {
     "add_splits": {"count", "splits"},
     "multiply_rows": {"rows"},
     "multiply_codes": {"rows"},
+    "shrink": {"columns", "tiles", "rank_tiles", "splits"},
+    "expand": {"columns", "tiles", "rank_tiles", "splits"},
     "rotate_and_write": {"slots"},
     "rotary_angles": {"positions"},
     "write_kv": {"slots"},
@@ -80,7 +82,7 @@ def test_kernels_compile_for_gpus_without_spills_and_fit_into_their_shared_memor
         assert kernels[most]["shared"] <= SHARED_BYTES[capability], (capability, most)
         for name, registers in REGISTERS.get(capability, {}).items():
             assert kernels[name]["registers"] <= registers, (capability, name)
-        products = ("attend", "linear", "multiply_codes")
+        products = ("attend", "linear", "multiply_codes", "shrink", "expand")
         without = {name for name, fact in kernels.items() if name.startswith(products) and not fact["products"]}
         assert without == {"attend chunks in float32"}, "the others run on tensor cores"
         pipelined = PIPELINED | {name for name in kernels if name.startswith("multiply_codes")}
