@@ -1,10 +1,19 @@
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 
 import pytest
 
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.client_checks import open_stub
-from tests.e2e.deployment import SMALL_KV, Deployment, deployment
+from tests.e2e.deployment import SMALL_KV, STARTED, Deployment, deployment
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the processes of a failed test logged."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"log of {process.module} {process.pid}", process.warnings()) for process in list(STARTED)]
+    return report
 
 
 @pytest.fixture(scope="package")

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
+from weakref import WeakSet
 
 import grpc
 
@@ -30,6 +31,9 @@ PATIENCE_S = 300.0
 SMALL_KV = ("--kv-bytes", str(32 << 20))
 ON_A_BUSY_MACHINE = ("--threads", "1", "--lease-ms", "60000")
 """Of a worker: no lease ends because a process of the test waits for its turn on the CPU."""
+
+STARTED: WeakSet[Process] = WeakSet()
+"""The processes that something still refers to, as the traceback of a failed test does."""
 
 
 class Process:
@@ -61,6 +65,7 @@ class Process:
             os.close(written)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        STARTED.add(self)
 
     @property
     def pid(self) -> int:
@@ -79,6 +84,11 @@ class Process:
                 if not alive or not self._changed.wait(min(1.0, max(0.0, ends - time.monotonic()))):
                     assert alive, f"{self.module} ended before {wanted}: {self.log_tail()}"
                     assert time.monotonic() < ends, f"{self.module} never logged {wanted}: {self.log_tail()}"
+
+    def warnings(self, most: int = 60) -> str:
+        """The last lines above level info, and the very last ones of any level."""
+        severe = [line for line in self.lines[:-10] if line.get("level") not in ("info", "debug")]
+        return "\n".join(json.dumps(line) for line in [*severe[-most:], *self.lines[-10:]])
 
     def log_tail(self) -> str:
         self._errors.seek(0)
