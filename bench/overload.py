@@ -47,8 +47,9 @@ async def send(stub: Any, options: argparse.Namespace, draw: random.Random) -> O
     )
     began, first, name = time.monotonic(), None, COMPLETED
     try:
-        async for _ in stub.GenerateStream(request, timeout=options.timeout):
-            first = first or time.monotonic() - began
+        async for message in stub.GenerateStream(request, timeout=options.timeout):
+            if not message.HasField("waiting"):
+                first = first or time.monotonic() - began
     except grpc.aio.AioRpcError as error:
         name = from_call(error).reason.value
     ended = time.monotonic()

@@ -155,7 +155,8 @@ class RouterProcess:
         self.registry.before_scrape(self._set_gauges)
         self.registry.pages["/requests"] = lambda: requests_page(self._list_requests())
         info = self._server_info(settings)
-        calls = GenerationCalls(models, self.requests, metrics, timings.unread_s)
+        keepalive_s = settings.stream_keepalive_seconds
+        calls = GenerationCalls(models, self.requests, metrics, timings.unread_s, keepalive_s)
         prompts = PromptCalls(self.requests, PromptRunner(router), metrics)
         administration = (RouterAdminService(self._list_requests).service(),) if settings.admin_name else ()
         self.services = (

@@ -57,6 +57,13 @@ class RouterSettings(MemberSettings):
         description="seconds after which a client connects again, and so resolves the name of the routers again;"
         " running calls end on their connection",
     )
+    stream_keepalive_seconds: float = Field(
+        default=2.0,
+        ge=0,
+        le=3_600,
+        description="seconds without a message after which a stream sends `waiting`, so that proxies with an idle "
+        "limit above that do not cut it; 0: never",
+    )
     result_memory: str | None = Field(
         default=None,
         description="bytes of Redis' memory for results of all routers, such as 512M; the oldest are deleted first; "

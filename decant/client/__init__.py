@@ -21,6 +21,7 @@ from decant.client.results import (
     ToolCallDelta,
     Transition,
     Usage,
+    Waiting,
 )
 from decant.client.streams import AsyncStream, Stream
 from decant.runtime.error_details import Reason
@@ -81,4 +82,5 @@ __all__ = [
     "Unavailable",
     "Unimplemented",
     "Usage",
+    "Waiting",
 ]

@@ -195,6 +195,21 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a request waits for; routers send it on a stream that has been silent for a while.
+
+    attempt         counts from 1
+    silent_ms       since the last other message of the stream, or since its call began
+    requests_ahead  requests that go before it in its router's queue; None if it does not wait there
+    """
+
+    state: GenerationState
+    attempt: int
+    silent_ms: float
+    requests_ahead: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """The stored state of a request. Times are in UTC.
 
@@ -244,6 +259,11 @@ def generation(message: pb.Generation) -> Generation:
             Transition(_state(one.state), one.time.ToDatetime(UTC), one.attempt) for one in message.transitions
         ),
     )
+
+
+def waiting(message: pb.Waiting) -> Waiting:
+    ahead = message.requests_ahead if message.HasField("requests_ahead") else None
+    return Waiting(_state(message.state), message.attempt, message.silent_ms, ahead)
 
 
 def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:

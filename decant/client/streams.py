@@ -77,6 +77,8 @@ class ResumableStream(Transcript):
         return self._next_call()
 
     def _receive(self, message: pb.GenerateStreamResponse) -> Delta | None:
+        if message.HasField("waiting"):
+            return self._take(message)
         if message.seq > self.seq or self.started is None or message.HasField("usage"):
             self._retries.mark_progress()  # a resumed stream begins with messages that are known already
         if self._is_resuming:

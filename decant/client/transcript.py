@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from decant.client import results
-from decant.client.results import Delta, Finished, Output, Receipt, ToolCall, Usage, only
+from decant.client.results import Delta, Finished, Output, Receipt, ToolCall, Usage, Waiting, only
 from decant.protos import inference_pb2 as pb
 
 
@@ -13,6 +13,8 @@ class Transcript:
         self.output_seqs: list[int] = []
         """The same of each output, by index."""
         self.started: pb.Started | None = None
+        self.waiting: Waiting | None = None
+        """What the request waits for, if that was the router's last message."""
         self.usage: Usage | None = None
         self.receipt: Receipt | None = None
         self._finished: dict[int, Finished] = {}
@@ -59,6 +61,9 @@ class Transcript:
         )
 
     def _take(self, message: pb.GenerateStreamResponse) -> Delta | None:
+        self.waiting = results.waiting(message.waiting) if message.HasField("waiting") else None
+        if message.WhichOneof("event") in (None, "waiting"):  # None: of a newer router
+            return None
         self.seq = message.seq
         if message.HasField("usage"):
             self.usage = results.plain(Usage, message.usage)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -192,6 +192,10 @@ class ModelAdmission:
         due = math.inf if left is None else now + left
         expected = self.lengths.mean(size)
         return AcceptedRequest(size, due, queue_key(now, priority), priority, deadline, num_tokens, expected)
+
+    def num_ahead(self, request: AcceptedRequest) -> int:
+        """Number of waiting requests that go before this one, which waits too."""
+        return bisect_left(self._waiting, request.order, key=_order)
 
     async def enter(self, request: AcceptedRequest) -> StartedRequest:
         """Wait until the request may start. Raises QueueFull, and DeadlineExceeded once it can't end in time.

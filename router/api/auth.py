@@ -50,6 +50,16 @@ class AuthenticatedCall:
     _has_headers: bool = False
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)  # a call takes one of headers and messages at a time
 
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the headers of an accepted request were sent."""
+        return self._has_headers
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether headers or a message are on their way to the client, which may read them late."""
+        return self._sending.locked()
+
     async def send_acceptance(self) -> None:
         """Send the headers of an accepted request, once. gRPC cancels the handler of a client that has left."""
         async with self._sending:

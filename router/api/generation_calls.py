@@ -12,6 +12,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.admission.request_size import RequestSize, least_size
 from decant.router.api.adapter_names import AdapterNames
 from decant.router.api.auth import AuthenticatedCall
+from decant.router.api.keepalive import KeptStream, StreamKeepalive
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import validate
@@ -51,15 +52,22 @@ class GenerationCalls:
         registry: RequestRegistry,
         metrics: RequestMetrics,
         unread_s: float = RouterTimings().unread_s,
+        keepalive_s: float = 0.0,
     ) -> None:
+        self.keepalive = StreamKeepalive(keepalive_s, registry.progress)
         self._models = models
         self._registry = registry
         self._adapters = AdapterNames(registry)
         self.unread_s = unread_s
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
-    async def begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
-        """Validate and admit a request of the call's tenant. Raises what `validate` and `RequestRegistry.begin` do."""
+    async def begin(
+        self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span, kept: KeptStream | None = None
+    ) -> TokenStream:
+        """Validate and admit a request of the call's tenant; a stream that is ``kept`` learns its key.
+
+        Raises what `validate` and `RequestRegistry.begin` do.
+        """
         tenant, deadline = call.tenant, Deadline.of(call.context)
         # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
@@ -77,6 +85,8 @@ class GenerationCalls:
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
             valid.engine_request.traceparent, valid.engine_request.adapter = span.traceparent, adapter
+            if kept is not None:
+                kept.key = valid.key
             span.set(model=model, tenant=tenant.name, request_id=valid.key.id, prompt_tokens=valid.prompt_tokens)
             return await self._registry.begin(valid, call.send_acceptance)
 

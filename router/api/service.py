@@ -77,8 +77,10 @@ class InferenceService:
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         if returns_best(request):
             raise InvalidArgument("sampling.best_of", "at most sampling.n in a stream", request.sampling.best_of)
-        with call_span("GenerateStream", request.request_id, call) as span:
-            await self._calls.stream(await self._calls.begin(request, call, span), (), call, call.context.write)
+        id, keep = request.request_id, self._calls.keepalive.keep
+        with call_span("GenerateStream", id, call) as span, keep(call, id, call.write) as kept:
+            stream = await self._calls.begin(request, call, span, kept)
+            await self._calls.stream(stream, (), call, kept.write)
 
     @authenticated
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
@@ -88,11 +90,12 @@ class InferenceService:
     @authenticated
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
-        with call_span("ResumeStream", key.id, call):
+        keep = self._calls.keepalive.keep
+        with call_span("ResumeStream", key.id, call), keep(call, key.id, call.write, request.after_seq) as kept:
             stream = await self._registry.resume(key, call.send_acceptance)
             if returns_best(stream.request.payload):
                 raise InvalidArgument("request_id", "that of a request without sampling.best_of", key.id)
-            await self._calls.stream(stream, _sent_counts(request, stream), call, call.context.write)
+            await self._calls.stream(stream, _sent_counts(request, stream), call, kept.write)
 
     # Accepted requests, by id
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from enum import IntEnum
 
 from decant.protos import worker_pb2 as wire
-from decant.protos.inference_pb2 import Generation
+from decant.protos.inference_pb2 import Generation, Waiting
 from decant.router.admission.model_admission import AcceptedRequest, StartedRequest
 from decant.router.attempt.attempt import Attempt
 from decant.router.attempt.context import adopted_context, new_context
@@ -83,6 +83,8 @@ class Execution:
         self._request = request
         self._owner = owner
         self._router = router
+        self._queued: AcceptedRequest | None = None
+        """It waits for the slot."""
         self._slot: StartedRequest | None = None
         self._admission = router.admission.of(request.engine_request.model)
         self._attempt: Attempt | None = None
@@ -108,6 +110,10 @@ class Execution:
     @property
     def is_scheduled(self) -> bool:
         return self.stream.trace.scheduled_at is not None
+
+    def progress(self) -> Waiting:
+        ahead = None if self._queued is None else self._admission.num_ahead(self._queued)
+        return Waiting(state=self.owned.state, attempt=self.owned.attempt, requests_ahead=ahead)
 
     async def run(self) -> None:
         end: Finish | ServiceError | None = None
@@ -229,7 +235,9 @@ class Execution:
             return None
         if not router.journal_writer.is_unavailable:
             await router.quota_leases.acquire(request.key, request.size.max_total_tokens)
-        self._slot = await self._admission.enter(self._accepted_request())
+        self._queued = self._accepted_request()
+        self._slot = await self._admission.enter(self._queued)
+        self._queued = None
         if router.journal_writer.is_unavailable:
             self._accept_unrecorded("writes fail")
         elif (stored := await self._record()) is not None:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 from decant.protos import worker_pb2 as wire
-from decant.protos.inference_pb2 import Generation
+from decant.protos.inference_pb2 import Generation, Waiting
 from decant.router.admission.first_worker import FirstWorkerQueue
 from decant.router.admission.request_size import RequestSize
 from decant.router.execution.adoption import Adoptions
@@ -168,6 +168,11 @@ class RequestRegistry:
             _cancel(execution)
         else:
             execution.disconnect_timer = asyncio.get_running_loop().call_later(seconds, _cancel, execution)
+
+    def progress(self, key: RequestKey) -> Waiting:
+        """What a request waits for, as far as this router knows."""
+        execution = self.executions.find(key)
+        return Waiting(state=Generation.STATE_QUEUED, attempt=1) if execution is None else execution.progress()
 
     def max_context_length(self, model: str) -> int | None:
         return self._router.pool.max_context_length(model)

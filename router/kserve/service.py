@@ -144,11 +144,12 @@ class KServeService:
         try:
             with call_span("ModelStreamInfer", request.id, call) as span, kserve_field_names():
                 own, streams = generate_request(request)
-                stream = await self._calls.begin(own, call, span)
                 if streams:
-                    await self._calls.stream(stream, (), call, responses.writer(request))
+                    with self._calls.keepalive.keep(call, own.request_id, responses.writer(request)) as kept:
+                        stream = await self._calls.begin(own, call, span, kept)
+                        await self._calls.stream(stream, (), call, kept.write)
                 else:
-                    answer = await self._calls.collect(stream, call)
+                    answer = await self._calls.collect(await self._calls.begin(own, call, span), call)
                     await responses.send_last(text_response(request, [output.text for output in answer.outputs]))
         except ServiceError as error:
             if error.reason is Reason.SLOW_READER:
@@ -181,7 +182,7 @@ class _Responses:
 
     def writer(self, request: kserve.ModelInferRequest) -> Any:
         async def write(message: pb.GenerateStreamResponse) -> None:
-            if message.delta.text:
+            if message.delta.text or message.HasField("waiting"):  # an empty piece is one that clients add like others
                 await self.send(text_response(request, [message.delta.text], is_final=False))
 
         return write

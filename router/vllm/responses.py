@@ -18,7 +18,10 @@ WriteVllm = Callable[[vllm.GenerateResponse], Awaitable[None]]
 
 
 class ChunkWriter:
-    """Writer of a stream: chunks with the new tokens of an output, and at its end one message with all of them."""
+    """Writer of a stream: chunks with the new tokens of an output, and at its end one message with all of them.
+
+    ``waiting`` is a response without chunk and end, which gateways skip.
+    """
 
     def __init__(self, write: WriteVllm) -> None:
         self._write = write
@@ -31,6 +34,8 @@ class ChunkWriter:
                 self._started.CopyFrom(message.started)
             case "delta":
                 await self._write(vllm.GenerateResponse(chunk=self._chunk(message.delta)))
+            case "waiting":
+                await self._write(vllm.GenerateResponse())
             case "finished":
                 if message.HasField("usage"):
                     self._started.prompt_tokens = message.usage.prompt_tokens

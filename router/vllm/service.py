@@ -12,6 +12,7 @@ from decant.protos.vllm import vllm_engine_pb2 as vllm
 from decant.protos.vllm import vllm_engine_pb2_grpc
 from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
 from decant.router.api.generation_calls import GenerationCalls, call_span
+from decant.router.api.keepalive import KeptStream
 from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.validation import check_known
 from decant.router.execution.registry import RequestRegistry
@@ -73,19 +74,23 @@ class VllmEngineService:
     @authenticated
     async def Generate(self, request: vllm.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         with call_span("VllmEngine.Generate", request.request_id, call) as span, vllm_field_names():
-            stream = await self._begin(request, call, span)
             if request.stream:
-                await self._calls.stream(stream, (), call, ChunkWriter(call.context.write).write)
+                with self._calls.keepalive.keep(call, request.request_id, ChunkWriter(call.write).write) as kept:
+                    stream = await self._begin(request, call, span, kept)
+                    await self._calls.stream(stream, (), call, kept.write)
                 return
+            stream = await self._begin(request, call, span)
             for response in complete_responses(await self._calls.collect(stream, call)):
-                await call.context.write(response)
+                await call.write(response)
 
-    async def _begin(self, request: vllm.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
+    async def _begin(
+        self, request: vllm.GenerateRequest, call: AuthenticatedCall, span: Span, kept: KeptStream | None = None
+    ) -> TokenStream:
         metadata = self._metadata(call)
         own = generate_request(request, metadata)
         try:
             async with asyncio.timeout(metadata.queue_s) as limit:
-                return await self._calls.begin(own, call, span)
+                return await self._calls.begin(own, call, span, kept)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -60,9 +60,10 @@ async def ask(stub: inference_pb2_grpc.InferenceServiceStub, request: pb.Generat
 def join_messages(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
     """Check the protocol and collect the answer.
 
-    The messages are: started delta* (delta* finished)+, usage and receipt in the last, seq never decreasing.
+    The messages are: started delta* (delta* finished)+, usage and receipt in the last, seq never decreasing. On a busy
+    machine ``waiting`` is between them.
     """
-    first, *middle, last = messages
+    first, *middle, last = (message for message in messages if not message.HasField("waiting"))
     assert first.WhichOneof("event") == "started"
     answer = Answer(first.started)
     seq = first.seq

@@ -36,6 +36,10 @@ STARTED: WeakSet[Process] = WeakSet()
 """The processes that something still refers to, as the traceback of a failed test does."""
 
 
+ROUTER_ON_A_BUSY_MACHINE = ("--stream-keepalive-seconds", "60")
+"""Of a router: an answer that waits for the CPU is the same messages as one that does not."""
+
+
 class Process:
     """A process of this checkout, forked; with ``python``, of the version installed there, started."""
 
@@ -246,7 +250,7 @@ def deployment(
         threshold = () if handoff_min_tokens is None else ("--handoff-min-tokens", str(handoff_min_tokens))
         served = ",".join([model, another] if another else [model])
         for _ in range(routers):
-            arguments = (*common, "--reuse-port", "--models", served, *threshold, *router)
+            arguments = (*common, *ROUTER_ON_A_BUSY_MACHINE, "--reuse-port", "--models", served, *threshold, *router)
             made.routers.append(stack.enter_context(Process("router", *arguments)))
         for routing in made.routers:
             made.addresses.append(routing.until("serving")["address"])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from decant import Client, Tls, models
+from decant import Client, GenerationState, Tls, models
 from decant.protos import inference_pb2 as pb
 from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
 from tests.e2e.envoy import ENVOY_CONFIGS, envoy, needs_envoy
@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.slow, needs_envoy]
 
 PROMPT = "def total(values):\n    result = 0\n"
 LONG: Any = {"max_tokens": 600, "temperature": 0, "ignore_eos": True, "timeout": PATIENCE_S}
-STREAM = "/decant.v1.InferenceService/GenerateStream"
+CALL, STREAM = "/decant.v1.InferenceService/Generate", "/decant.v1.InferenceService/GenerateStream"
+IDLE_LIMIT_S = 5
+KEEPALIVE_S = 0.5
 STREAM_IDLE_TIMEOUT = "SI"
 """Envoy's flag of a response that it cut."""
 TRAILERS = 0x80
@@ -37,7 +39,8 @@ PING, GOAWAY = 6, 7
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Deployment]:
-    with deployment(routers=3, router=("--max-active", "1", "--resume-grace-ms", "60000")) as made:
+    settings = ("--max-active", "1", "--resume-grace-ms", "60000", "--stream-keepalive-seconds", str(KEEPALIVE_S))
+    with deployment(routers=3, router=settings) as made:
         yield made
         for worker in made.workers:  # one keeps an ended run of the killed router for a lease, and would drain as long
             worker.process.kill()
@@ -68,6 +71,7 @@ def test_a_browsers_call_is_answered_and_allowed(running: Deployment) -> None:
         *events, (flag, trailers) = frames(connection.getresponse().read())
     assert (flag, b"grpc-status:0" in trailers) == (TRAILERS, True)
     responses = [pb.GenerateStreamResponse.FromString(content) for _, content in events]
+    responses = [response for response in responses if not response.HasField("waiting")]
     assert responses[0].HasField("started")
     assert responses[-1].usage.completion_tokens == 8
 
@@ -103,24 +107,34 @@ def test_clients_speak_tls_to_envoy_and_envoy_mutual_tls_to_routers(running: Dep
             assert client.generate(PROMPT, max_tokens=8).usage.completion_tokens == 8
 
 
-def test_an_idle_limit_does_not_lose_a_request_that_waits(running: Deployment, tmp_path: Path) -> None:
-    """The client attaches to its request again, which runs once and is charged once."""
+def test_an_idle_limit_cuts_no_stream_that_waits_and_loses_no_request(running: Deployment, tmp_path: Path) -> None:
+    """The client of an answer in one message attaches to its request again, which runs once and is charged once."""
     log = tmp_path / "access.log"
-    limit: Any = {"stream_idle_timeout": "1.5s", "access_log": [access_log(log)]}
+    limit: Any = {"stream_idle_timeout": f"{IDLE_LIMIT_S}s", "access_log": [access_log(log)]}
     with (
         Client(running.addresses[0]) as direct,
         envoy(running.addresses[:1], manager=limit) as address,
         Client(address) as client,
-        ThreadPoolExecutor(1) as threads,
+        ThreadPoolExecutor(2) as threads,
     ):
         short = LONG | {"max_tokens": 16}
         undisturbed = direct.generate(PROMPT, **short).text
         with blocked(direct) as block:
-            second = threads.submit(client.generate, PROMPT, request_id="waits", **short)
-            while not (log.exists() and STREAM_IDLE_TIMEOUT in log.read_text().split()):
+            streamed = client.stream(PROMPT, request_id="streams", **short)
+            first = threads.submit(lambda: [delta.text for delta in streamed])
+            ends = time.monotonic() + PATIENCE_S
+            while streamed.waiting is None:  # it began to wait before the other
+                assert time.monotonic() < ends, "nothing says that it waits"
                 block()
+            assert streamed.waiting.state is GenerationState.QUEUED
+            second = threads.submit(client.generate, PROMPT, request_id="waits", **short)
+            while CALL not in cut_calls(log):
+                block()
+        assert "".join(first.result(PATIENCE_S)) == undisturbed
+        assert streamed.resumed_at == []
         answer = second.result(PATIENCE_S)
         assert answer.text == undisturbed
+        assert STREAM not in cut_calls(log)
         assert (answer.receipt.attempts, answer.usage.completion_tokens) == (1, 16)
         states = [transition.state for transition in direct.generation("waits").transitions]
         assert len(states) == len(set(states)), states
@@ -147,9 +161,15 @@ def blocked(client: Client) -> Iterator[Callable[[], None]]:
         yield block
 
 
+def cut_calls(log: Path) -> list[str]:
+    """Methods of the calls that an idle limit has ended, of a log of `access_log`."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line.split()[-1] for line in lines if line.split()[0] == STREAM_IDLE_TIMEOUT]
+
+
 def access_log(file: Path) -> Any:
     kind = "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog"
-    text = {"text_format_source": {"inline_string": "%RESPONSE_FLAGS%\n"}}
+    text = {"text_format_source": {"inline_string": "%RESPONSE_FLAGS% %REQ(:PATH)%\n"}}
     return {"name": "access", "typed_config": {"@type": kind, "path": str(file), "log_format": text}}
 
 

@@ -42,7 +42,8 @@ AT_ONCE = 64
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder: Path = tmp_path_factory.mktemp("models") / MODEL
     small_with(folder, "tokenizer_config.json", chat_template=TEMPLATE)
-    with deployment(decode=2, model=str(folder)) as made:
+    often_waiting = ("--stream-keepalive-seconds", "0.02")  # the gateway skips its responses that are no chunk
+    with deployment(decode=2, model=str(folder), router=often_waiting) as made:
         yield made
 
 

@@ -149,6 +149,9 @@ class ScriptedRegistry:
         assert stream.end is not None
         return stream.end
 
+    def progress(self, key: RequestKey) -> pb.Waiting:
+        return pb.Waiting(state=pb.Generation.STATE_QUEUED, attempt=1)
+
     def on_disconnect(self, stream: TokenStream) -> None:
         self.lost.put_nowait(stream)
 

@@ -17,6 +17,7 @@ from decant.protos.kserve import grpc_service_pb2_grpc
 from decant.protos.vllm import vllm_engine_pb2_grpc
 from decant.router.api.auth import Authenticator, NoAuthentication
 from decant.router.api.generation_calls import GenerationCalls
+from decant.router.api.keepalive import StreamKeepalive
 from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.registry import RequestRegistry
@@ -59,6 +60,8 @@ class Harness:
     """Stub of ``vllm.grpc.engine.VllmEngine``."""
     kserve: Any
     """Stub of ``inference.GRPCInferenceService``."""
+    keepalive: StreamKeepalive
+    """Its timer never ends: a test sends what it would send."""
 
     async def stream(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
@@ -117,7 +120,7 @@ async def harness(
     requests, registry, readiness = ScriptedRegistry(), Registry(process=False), Readiness()
     served = served or Models([tiny()])
     metrics = RequestMetrics(registry)
-    calls = GenerationCalls(served, cast(Any, requests), metrics, unread_s)
+    calls = GenerationCalls(served, cast(Any, requests), metrics, unread_s, keepalive_s=1e6)
     service = make_service(requests, registry, served, callers, unread_s, calls, metrics).service()
     vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served), metrics).service()
     authenticator = callers or NoAuthentication(served)
@@ -131,7 +134,7 @@ async def harness(
     try:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         others = vllm_engine_pb2_grpc.VllmEngineStub(channel), grpc_service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        yield Harness(stub, requests, server, registry, *others)
+        yield Harness(stub, requests, server, registry, *others, calls.keepalive)
     finally:
         await channel.close()
         server.shutdown.request("the test ends")

@@ -258,6 +258,27 @@ def test_an_expired_request_leaves_the_queue_without_a_start(monkeypatch: pytest
     simulate(monkeypatch, scenario, batch_limit=1)
 
 
+def test_a_waiting_request_has_the_number_of_those_that_go_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(load: Load) -> None:
+        admission, size = load.admission, RequestSize(10, 64, 64)
+        started = await admission.enter(admission.accepted(size, 0, Deadline()))
+        requests: list[AcceptedRequest] = []
+        waiting: list[asyncio.Task[Any]] = []
+        for priority in (0, 1000, 0):
+            requests.append(admission.accepted(size, priority, Deadline()))
+            waiting.append(asyncio.create_task(admission.enter(requests[-1])))
+            await asyncio.sleep(0.1)
+        assert [admission.num_ahead(request) for request in requests] == [1, 0, 2]
+        started.release()
+        urgent = await waiting[1]
+        assert [admission.num_ahead(requests[index]) for index in (0, 2)] == [0, 1]
+        urgent.release()
+        (await waiting[0]).release()
+        (await waiting[2]).release()
+
+    simulate(monkeypatch, scenario, batch_limit=1)
+
+
 def test_output_lengths_are_learned_from_answers_whose_length_was_free() -> None:
     lengths = OutputLengths()
     free, forced, unset = RequestSize(10, 1000), RequestSize(10, 64, 64), RequestSize(10, 8000, is_limit_set=False)

@@ -100,6 +100,7 @@ class Running:
 @asynccontextmanager
 async def router(server: PrivateRedis, *arguments: str) -> AsyncIterator[Running]:
     words = ["--models", f"m={MODEL}", "--port", "0", "--redis-url", server.url, "--handoff-min-tokens", "0"]
+    words += ["--stream-keepalive-seconds", "60"]  # a busy machine changes no stream
     stdout = asyncio.StreamReader(limit=1 << 20)
     out, written = os.pipe()
     loop = asyncio.get_running_loop()
