@@ -162,7 +162,7 @@ class VllmEngineService:
 
     # What this server does not do
 
-    SubscribeKvEvents = _refused("SubscribeKvEvents", "the router places requests by its own prefix index")
+    SubscribeKvEvents = _refused("SubscribeKvEvents", "routers share the caches of all workers")
     FlushCache = _refused("FlushCache", "a prefix cache empties itself as its blocks are needed")
     StartProfile = _refused("StartProfile", "workers have no profiler")
     StopProfile = _refused("StopProfile", "workers have no profiler")
