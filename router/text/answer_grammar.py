@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from decant.engine.guides.guide import JSON_OPTIONS, lark_literal, tokens_in_lark
 from decant.router.text.reasoning.formats import Reasoning
-from decant.router.text.tools.call_format import ARGUMENTS, TOOL, CallFormat, WrittenCalls
+from decant.router.text.tools.call_format import ARGUMENTS, PARAMETERS, TOOL, CallFormat, WrittenCalls
+from decant.router.text.tools.xml_grammar import parameter_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +115,24 @@ def _calls(written: WrittenCalls, rules: CallRules, terms: LarkTerms) -> Iterato
     yield f"calls: {terms.of(written.begin)} call {others} {terms.of(written.end)}"
     yield "call: " + " | ".join(f"call_{place}" for place in range(len(rules.arguments)))
     for place, (tool, schema) in enumerate(rules.arguments.items()):
-        yield f"call_{place}: {_call(written.call, tool, schema, terms)}"
+        yield from _call(f"call_{place}", written.call, tool, schema, terms)
 
 
-def _call(pattern: Sequence[object], tool: str, schema: Mapping[str, Any], terms: LarkTerms) -> str:
-    """Terms of a call. The texts around the name and the name are one text, as the tokenizer sees them."""
+def _call(
+    rule: str, pattern: Sequence[object], tool: str, schema: Mapping[str, Any], terms: LarkTerms
+) -> Iterator[str]:
+    """Rules of a call. The texts around the name and the name are one text, as the tokenizer sees them."""
     made, text = [], ""
     for part in pattern:
         if part is ARGUMENTS:
             arguments = json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
             made += [terms.of(text), f"%json {arguments}"]
             text = ""
+        elif part is PARAMETERS:
+            parameters = parameter_rules(f"{rule}_parameter", schema)
+            yield from parameters.lines
+            made += [terms.of(text), parameters.term]
+            text = ""
         else:
             text += tool if part is TOOL else str(part)
-    return " ".join([*made, terms.of(text)])
+    yield f"{rule}: " + " ".join([*made, terms.of(text)])

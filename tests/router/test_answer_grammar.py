@@ -56,8 +56,11 @@ BEGINS = {
     "deepseek-v3.1": "<｜tool▁calls▁begin｜>",
     "gpt-oss": "<|channel|>commentary to=functions.",
     "llama": "{",
+    "qwen3-coder": "<tool_call>",
 }
 """What begins the calls of each format."""
+CLOSE = "\n</parameter>\n"
+"""Ends a text without limits in the format that has them, which random tokens do not find."""
 FORMAT_NAMES = sorted(form.name for form in FORMATS)
 
 
@@ -68,7 +71,8 @@ def model_of(tmp_path_factory):
     @cache
     def made(name: str, *, tokens: bool = True, thinks: bool = False, opens: str = "") -> ServedModel:
         """``tokens``: the markers of calls are tokens. ``opens``: of the reasoning, at the end of each prompt."""
-        control = [*CONTROL[name.partition("-")[0] if name != "gpt-oss" else "gpt_oss"], "<tool_call>", "</tool_call>"]
+        family = name.replace("-", "_")
+        control = [*CONTROL[family if family in CONTROL else name.partition("-")[0]], "<tool_call>", "</tool_call>"]
         thoughts = ["<think>", "</think>"] if thinks else []
         config = {
             "chat_template": TEMPLATES[name] + (THOUGHTS if thinks else "") + opens,
@@ -116,7 +120,11 @@ def walk(model: ServedModel, guide: wire.Guide, seed: int, begin: str = "", most
         assert token in allowed(matcher, model.vocab_size), (begin, model.tokenizer.id_to_token(token))
         matcher.consume_token(token)
     pieces = [model.token_table.bytes_of(token) for token in range(model.vocab_size)]
+    close = model.tokenizer.encode(CLOSE, add_special_tokens=False).ids
     while len(output) < most:
+        if matcher.validate_tokens(close) == len(close) and draw.random() < 0.3:
+            output += close
+            matcher.consume_tokens(close)
         tokens = allowed(matcher, model.vocab_size)
         if END in tokens and (len(tokens) == 1 or draw.random() < 0.4):
             return [*output, END]
@@ -204,6 +212,32 @@ async def test_one_name_and_no_parallel_calls_hold_for_each_answer(model_of, nam
         begin = BEGINS[name]
         _, calls = await parsed(model, walk(model, at_most, seed, begin), [OTHER])
         assert len(calls) == 1
+
+
+ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"properties": {"x": {"type": "string", "pattern": "a"}}}, "texts with enum", "pattern at #/properties/x"),
+    (
+        {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "string", "format": "date"}}},
+        "texts with",
+        "format",
+    ),
+    ({"properties": {"x": {"enum": ["</parameter>"]}}}, "none with </parameter>", "#/properties/x"),
+    ({"properties": {"x": {"type": "string", "const": 3}}}, "at least one text", "#/properties/x"),
+    ({"properties": {"a>b": {}}}, "names of parameters without", "a>b"),
+    ({"properties": {"x": False}}, "properties that may be there", "#/properties/x"),
+    ({"properties": {"x": {"items": {"$ref": "#"}, "type": "array"}}}, "references to", "# at #/properties/x"),
+    ({"properties": {}, "required": ["x"]}, "required names", "x"),
+    ({"properties": {}, "minProperties": 1}, "keywords of objects", "minProperties at #"),
+]
+
+
+@pytest.mark.parametrize(("schema", "limit", "value"), ELEMENTS, ids=[each[2] for each in ELEMENTS])
+async def test_a_strict_schema_that_elements_do_not_hold_is_refused_by_its_place(model_of, schema, limit, value):
+    with pytest.raises(InvalidArgument) as refused:
+        await grammar_of(model_of("qwen3-coder"), [pb.Tool(name="a", strict=True, parameters=json.dumps(schema))])
+    assert refused.value.field == "messages.tools[0].parameters"
+    assert limit in refused.value.limit
+    assert value in str(refused.value.value)
 
 
 async def test_reasoning_may_come_first_and_holds_no_calls(model_of):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -28,7 +29,15 @@ from tests.router.tokenizer_factories import byte_level, folder
 from tests.router.tool_templates import TOOL_TEMPLATES
 
 BY_NAME = {form.name: form for form in FORMATS}
-TOOLS = ("now", "get_weather", "a.b-c_1")
+PARAMETERS = {
+    "city": {"type": "string"},
+    "deep": {"$ref": "#/$defs/deep"},
+    "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "mixed": {"type": ["string", "number"]},
+    "any": {},
+}
+SCHEMA = json.dumps({"properties": PARAMETERS, "$defs": {"deep": {"type": "object"}}})
+TOOLS = {"now": "", "get_weather": SCHEMA, "a.b-c_1": "{"}
 ARGUMENTS = '{"city": "Zü\\"rich}", "deep": {"list": [1, {"x": "\\\\"}]}}'
 Calls = list[tuple[str, str]]
 
@@ -38,7 +47,43 @@ _LISTS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 ONE, NOW = [("get_weather", ARGUMENTS)], ("now", "{}")
 OBJECT = '{"name": "get_weather", "arguments": ' + ARGUMENTS + "}"
 
+DEEP = '{"list": [1, {"x": "\\\\"}]}'
+
+
+def xml(tool: str, **parameters: str) -> str:
+    elements = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters.items())
+    return f"<tool_call>\n<function={tool}>\n{elements}</function>\n</tool_call>"
+
+
 OUTPUTS: list[tuple[str, str, str, Calls]] = [
+    ("qwen3-coder", "Sure.\n" + xml("get_weather", city='Zü"rich}', deep=DEEP), "Sure.\n", ONE),
+    (
+        "qwen3-coder",
+        xml("now") + "\n" + xml("get_weather", count="3", mixed="1.5") + " Done <tool>.",
+        "Done <tool>.",
+        [NOW, ("get_weather", '{"count": 3, "mixed": 1.5}')],
+    ),
+    (
+        "qwen3-coder",
+        xml("get_weather", city="null", count="None", mixed="null", any="5"),
+        "",
+        [("get_weather", '{"city": "null", "count": null, "mixed": "null", "any": "5"}')],
+    ),
+    (
+        "qwen3-coder",
+        xml("get_weather", city="\n a\n<b>\n</param>\n", mixed='"5"', deep="[1]", count="three"),
+        "",
+        [("get_weather", '{"city": "\\n a\\n<b>\\n</param>\\n", "mixed": "5", "deep": "[1]", "count": "three"}')],
+    ),
+    (
+        "qwen3-coder",
+        "<tool_call><function=a.b-c_1><parameter=x>1</parameter><parameter=y></parameter></function></tool_call>",
+        "",
+        [("a.b-c_1", '{"x": "1", "y": ""}')],
+    ),
+    ("qwen3-coder", "<tool_call><function=now>\n<parameter=x>\nab</par", "", [("now", '{"x": "ab</par')]),
+    ("qwen3-coder", "<tool_call><function=get_weather><parameter=count>\n1", "", [("get_weather", '{"count": 1')]),
+    ("qwen3-coder", "<tool_call><function=now>()</function>", "()</function>", [NOW]),
     ("hermes", f"Sure.\n<tool_call>\n{OBJECT}\n</tool_call>", "Sure.\n", ONE),
     (
         "hermes",
@@ -80,6 +125,9 @@ OUTPUTS: list[tuple[str, str, str, Calls]] = [
     ),
 ]
 NO_CALLS: list[tuple[str, str]] = [
+    ("qwen3-coder", "<tool_call>\n" + OBJECT + "\n</tool_call>"),
+    ("qwen3-coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call> and <tool_call>"),
+    ("qwen3-coder", "<tool_call>\n<function=now"),
     ("hermes", "<tool_call>\nnow()\n</tool_call>"),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call> and <tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": 3}</tool_call>'),
@@ -98,7 +146,7 @@ NO_CALLS: list[tuple[str, str]] = [
 ]
 
 
-def parse(form: CallFormat, pieces: Sequence[str], tools: Sequence[str] = TOOLS) -> tuple[str, Calls]:
+def parse(form: CallFormat, pieces: Sequence[str], tools: Mapping[str, str] = TOOLS) -> tuple[str, Calls]:
     parser, parsed = CallParser(form, tools, "r/0"), Parsed()
     for piece in pieces:
         parsed.extend(parser.add(piece))
@@ -130,13 +178,13 @@ def test_what_is_no_call_stays_text_in_full(name, output):
 @settings(max_examples=200, deadline=None)
 def test_no_text_is_lost_or_depends_on_its_pieces(data):
     form = data.draw(st.sampled_from(FORMATS))
-    words = [*form.literals, *TOOLS, "{", "}", '"', "\\", " ", "\n", "x", '"name"', ":", ","]
+    words = [*form.literals, *TOOLS, "<parameter=count>", "{", "}", '"', "\\", " ", "\n", "x", '"name"', ":", ","]
     pieces = data.draw(st.lists(st.sampled_from(words) | st.text(max_size=3), max_size=14))
     text, calls = parse(form, pieces)
     assert (text, calls) == parse(form, ["".join(pieces)])
     if not calls:
         assert text == "".join(pieces)
-    assert parse(form, pieces, ()) == ("".join(pieces), [])
+    assert parse(form, pieces, {}) == ("".join(pieces), [])
 
 
 def test_arguments_are_streamed_as_they_arrive():
@@ -146,13 +194,28 @@ def test_arguments_are_streamed_as_they_arrive():
     assert made == [[], [("now", '{"zone": ')], [("", '"CET')], [("", '"}')], []]
 
 
+def test_texts_are_streamed_as_they_arrive_and_other_values_when_they_end():
+    parser = CallParser(BY_NAME["qwen3-coder"], TOOLS, "r/0")
+    parts = [
+        "<tool_call><function=get_weather>",
+        "\n<parameter=city>\nZü",
+        '"\n',
+        "rich\n</para",
+        "meter>\n<parameter=count>",
+    ]
+    parts += ["\n1", "2\n</parameter>\n</function>"]
+    made = ["".join(call.arguments for call in parser.add(part).calls) for part in parts]
+    assert made == ["{", '"city": "Zü', '\\"', "\\nrich", '", "count": ', "", "12}"]
+
+
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_a_template_declares_its_format(name):
-    expected = {"qwen": "hermes", "gpt_oss": "gpt-oss"}.get(name, name)
+    expected = {"qwen": "hermes"}.get(name, name.replace("_", "-"))
     form = format_of(TOOL_TEMPLATES[name])
     assert form is not None
     assert form.name == expected
-    assert format_of(TOOL_TEMPLATES[name] + "<function=f>") is None
+    unknown = format_of(TOOL_TEMPLATES[name] + "<function=f>")
+    assert unknown is (form if "<function=" in form.declared_by else None)
 
 
 def test_a_template_without_tools_declares_none():

@@ -174,6 +174,40 @@ GPT_OSS = """{%- macro type_of(schema) -%}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+QWEN3_CODER = """{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{% set f = tool.function %}
+        {{- '\\n<function>\\n<name>' ~ f.name ~ '</name>\\n<description>' ~ f.description ~ '</description>\\n<parameters>' }}
+        {%- for name, schema in f.parameters.properties | items %}
+            {{- '\\n<parameter>\\n<name>' ~ name ~ '</name>' ~ schema | tojson ~ '\\n</parameter>' }}
+        {%- endfor %}
+        {{- '\\n</parameters>\\n</function>' }}
+    {%- endfor %}
+    {{- '\\n</tools>\\n\\nCalls: <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n' }}
+    {{- '</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+        {%- for tool_call in message.tool_calls %}{% set call = tool_call.function %}
+            {{- '\\n<tool_call>\\n<function=' + call.name + '>\\n' }}
+            {%- for name, value in call.arguments | items %}
+                {{- '<parameter=' + name + '>\\n' }}
+                {%- if value is string %}{{ value }}{% else %}{{ value | tojson }}{% endif %}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 TOOL_TEMPLATES = {
     "qwen": QWEN,
     "hermes": HERMES,
@@ -181,9 +215,11 @@ TOOL_TEMPLATES = {
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
     "gpt_oss": GPT_OSS,
+    "qwen3_coder": QWEN3_CODER,
 }
 CONTROL = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
+    "qwen3_coder": ("<|im_start|>", "<|im_end|>"),
     "hermes": ("<|im_start|>", "<|im_end|>"),
     "llama": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "mistral": ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),

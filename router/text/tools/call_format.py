@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from decant.router.text.tools.json_arguments import JsonObject, Reading
 
 
 class Part(Enum):
@@ -28,12 +30,18 @@ class Tail:
     heads: Sequence[Pattern] = ()
 
 
+class ArgumentsReader(Protocol):
+    """Reads the arguments of one call, as their text arrives."""
+
+    def read(self, text: str, *, is_over: bool) -> Reading: ...
+
+
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A format of calls, whose arguments are a JSON object.
+    """A format of calls.
 
-    A head has the tool's name and ends with the brace that opens the arguments; or it has no name, and the brace opens
-    an object with name and arguments. Of patterns that begin alike, the longer comes first.
+    A head has the tool's name and ends with what opens the arguments; or it has no name, and a brace opens an object
+    with name and arguments. Of patterns that begin alike, the longer comes first.
 
     declared_by   texts in the chat template of a model that writes this format
     markers       texts that begin a call; none: only the whole output can be calls
@@ -41,6 +49,9 @@ class CallFormat:
     tails         what follows the arguments, after a head with a name
     object_tails  what follows the object, after a head without
     written       how the model writes calls where a grammar requires them
+    arguments     reader of the arguments, for the schema of the tool's parameters
+    opening       what opens the arguments
+    inner         texts within the arguments
     """
 
     name: str
@@ -50,12 +61,19 @@ class CallFormat:
     tails: Sequence[Tail]
     written: WrittenCalls
     object_tails: Sequence[Tail] = ()
+    arguments: Callable[[str], ArgumentsReader] = JsonObject
+    opening: str = "{"
+    inner: Sequence[str] = ()
 
     @property
     def literals(self) -> set[str]:
         tails = [*self.tails, *self.object_tails]
         patterns = [*self.heads, *(tail.pattern for tail in tails), *(head for tail in tails for head in tail.heads)]
-        return {*self.markers, *(part for pattern in patterns for part in pattern if isinstance(part, str))}
+        return {
+            *self.markers,
+            *self.inner,
+            *(part for pattern in patterns for part in pattern if isinstance(part, str)),
+        }
 
 
 def written_object(arguments: str) -> Sequence[str | Slot]:
@@ -77,9 +95,10 @@ class Slot(Enum):
 
     TOOL = "the tool's name"
     ARGUMENTS = "the arguments, a JSON object"
+    PARAMETERS = "the arguments, an element each"
 
 
-TOOL, ARGUMENTS = Slot.TOOL, Slot.ARGUMENTS
+TOOL, ARGUMENTS, PARAMETERS = Slot.TOOL, Slot.ARGUMENTS, Slot.PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,17 @@ from decant.router.text.answer_grammar import CallRules
 from decant.router.text.conversation import offered_tools
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import ServedModel
-from decant.router.text.tools.call_format import CallFormat
+from decant.router.text.tools.call_format import PARAMETERS, CallFormat
 from decant.router.text.tools.call_parser import CallParser, PlainText
+from decant.router.text.tools.xml_grammar import check_parameters
 from decant.runtime.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     form: CallFormat
-    tools: frozenset[str]
-    """Names of the tools that may be called."""
+    tools: Mapping[str, str]
+    """Parameters of the tools that may be called, by their names."""
     key: str
     """What the ids of calls are made from."""
     hidden: tuple[str, ...] = ()
@@ -34,7 +35,7 @@ class CallOptions:
 
 def with_calls(options: OutputOptions, request: pb.GenerateRequest, model: ServedModel, key: str) -> OutputOptions:
     """Options of a request whose tools may be called. Raises InvalidArgument."""
-    tools = frozenset(tool.name for tool in offered_tools(request.messages))
+    tools = {tool.name: tool.parameters for tool in offered_tools(request.messages)}
     if not tools or model.call_format is None:
         return options
     if not options.text:
@@ -56,7 +57,9 @@ def call_rules(messages: pb.Messages, form: CallFormat | None, model: str) -> Ca
         field, value = _field_of_rules(messages, is_required, strict)
         raise InvalidArgument(field, f"a model whose template declares a format of calls, which {model} is not", value)
     callable_ = [pair for pair in enumerate(tools) if not choice.HasField("name") or pair[1].name == choice.name]
-    return CallRules({tool.name: _arguments(place, tool) for place, tool in callable_}, is_required, not is_single)
+    return CallRules(
+        {tool.name: _arguments(place, tool, form) for place, tool in callable_}, is_required, not is_single
+    )
 
 
 def _field_of_rules(messages: pb.Messages, is_required: bool, strict: int | None) -> tuple[str, object]:
@@ -68,17 +71,19 @@ def _field_of_rules(messages: pb.Messages, is_required: bool, strict: int | None
     return "messages.parallel_tool_calls", False
 
 
-def _arguments(place: int, tool: pb.Tool) -> Mapping[str, Any]:
+def _arguments(place: int, tool: pb.Tool, form: CallFormat) -> Mapping[str, Any]:
     """Schema that a call's arguments follow. Raises InvalidArgument."""
     if not tool.strict:
         return {"type": "object"}
     field = f"messages.tools[{place}].parameters"
     try:
         schema = check_schema(field, tool.parameters or '{"properties": {}, "additionalProperties": false}')
+        if schema.setdefault("type", "object") != "object":
+            raise InvalidArgument(field, 'a schema of type "object"', schema["type"])
+        if PARAMETERS in form.written.call:
+            check_parameters(field, schema)
     except InvalidRequest as error:
         raise InvalidArgument(error.field, error.limit, error.value) from None
-    if schema.setdefault("type", "object") != "object":
-        raise InvalidArgument(field, 'a schema of type "object"', schema["type"])
     return schema
 
 

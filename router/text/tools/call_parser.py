@@ -2,7 +2,7 @@
 
     text       until a marker of the format
     head       until the tool's name is known: it is held back, and becomes text if no call of a request's tool begins
-    arguments  sent as they arrive, until their object ends; without a name in the head, held back until then
+    arguments  sent as JSON while they arrive, until they end; without a name in the head, held back until then
     tail       what closes the call
 
 What the parser returns after k characters depends on these alone.
@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decant.protos import inference_pb2 as pb
 from decant.router.text.stop_strings import StopStrings
-from decant.router.text.tools.call_format import CallFormat, Match, Pattern, Tail, match
+from decant.router.text.tools.call_format import ArgumentsReader, CallFormat, Match, Pattern, Tail, match
+from decant.router.text.tools.json_arguments import ObjectEnd
 
-_BRACES = re.compile(r'["{}\\]')
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
 """Some templates accept no other."""
@@ -65,9 +65,11 @@ class PlainText:
 
 
 class CallParser(PlainText):
-    """``hidden``: texts of special tokens that have no text outside of calls."""
+    """``tools``: the parameters' schema of each tool that may be called, as JSON, by its name. ``hidden``: texts of
+    special tokens that have no text outside of calls.
+    """
 
-    def __init__(self, form: CallFormat, tools: Collection[str], key: str, hidden: Sequence[str] = ()) -> None:
+    def __init__(self, form: CallFormat, tools: Mapping[str, str], key: str, hidden: Sequence[str] = ()) -> None:
         self._format = form
         self._tools = tools
         self._key = key
@@ -76,7 +78,8 @@ class CallParser(PlainText):
         self._marker = ""
         self._heads: Sequence[Pattern] = form.heads
         self._tails: Sequence[Tail] = ()
-        self._object = _ObjectEnd(0)
+        self._arguments: ArgumentsReader = form.arguments("")
+        self._object = ObjectEnd(0)
         self._held = ""
         self._num_calls = 0
         self._is_over = False
@@ -112,13 +115,13 @@ class CallParser(PlainText):
             return False
         if not found.is_there or not set(found.names[:1]) <= set(self._tools):
             return self._reject(parsed)
-        begin = found.end - 1
         if found.names:
             self._start(parsed, found.names[0])
-            self._held, self._object = self._held[begin:], _ObjectEnd(0)
+            self._held = self._held[found.end - len(self._format.opening) :]
+            self._arguments = self._format.arguments(self._tools[found.names[0]])
             self._tails, self._step = self._format.tails, self._in_arguments
         else:
-            self._object = _ObjectEnd(begin)
+            self._object = ObjectEnd(found.end - 1)
             self._tails, self._step = self._format.object_tails, self._in_object
         return True
 
@@ -129,16 +132,13 @@ class CallParser(PlainText):
         return True
 
     def _in_arguments(self, parsed: Parsed) -> bool:
-        end = self._object.find(self._held)
-        piece = self._held[:end]
-        self._held = self._held[len(piece) :]
-        if piece:
-            self._piece(parsed).arguments += piece
-        if end is None:
-            self._object.position -= len(piece)
-            return False
-        self._step = self._in_tail
-        return True
+        reading = self._arguments.read(self._held, is_over=self._is_over)
+        self._held = self._held[reading.length :]
+        if reading.piece:
+            self._piece(parsed).arguments += reading.piece
+        if reading.is_ended:
+            self._step = self._in_tail
+        return reading.is_ended
 
     def _in_object(self, parsed: Parsed) -> bool:
         end = self._object.find(self._held)
@@ -197,35 +197,6 @@ def call_id(key: str, index: int) -> str:
         number, letter = divmod(number, len(_ID_LETTERS))
         letters += _ID_LETTERS[letter]
     return letters
-
-
-class _ObjectEnd:
-    """Search for the end of a JSON object, valid or not, in text that grows."""
-
-    __slots__ = ("_depth", "_in_text", "begin", "position")
-
-    def __init__(self, begin: int) -> None:
-        self.begin = begin
-        """Position of the object's brace."""
-        self.position = begin
-        """Where the search goes on."""
-        self._depth = 0
-        self._in_text = False
-
-    def find(self, text: str) -> int | None:
-        while (found := _BRACES.search(text, self.position)) is not None:
-            self.position = found.end()
-            letter = found[0]
-            if letter == "\\":
-                self.position += self._in_text
-            elif letter == '"':
-                self._in_text = not self._in_text
-            elif not self._in_text:
-                self._depth += 1 if letter == "{" else -1
-                if self._depth == 0:
-                    return self.position
-        self.position = max(self.position, len(text))
-        return None
 
 
 def _call_in(text: str, tools: Collection[str]) -> tuple[str, str] | None:

@@ -1,0 +1,133 @@
+"""Rules of a grammar for arguments that are elements, and the schemas for which every such call has arguments that fit.
+
+A text in its element has the limits of `enum`, `const`, `minLength` and `maxLength`; what is JSON there has all that a
+guide supports. Parameters come in the order of ``properties``, and there are no others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from decant.engine.errors import InvalidRequest
+from decant.engine.guides.guide import JSON_OPTIONS, lark_literal
+from decant.engine.guides.json_schema import ANNOTATIONS
+from decant.router.text.tools.xml_parameters import BEGIN, END, MAX_DEPTH, NAME, Schema, is_text, target_of, types_of
+
+_DEFINITIONS = ("$defs", "definitions")
+_OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_OF_TEXTS = ANNOTATIONS | {"type", "enum", "const", "minLength", "maxLength"}
+_CLOSE = f"\n{END}\n"
+_WITHOUT_END = f"~(/(?s:.*)/ {lark_literal(END)} /(?s:.*)/)"
+
+
+class Rules(NamedTuple):
+    """``term`` stands for the parameters in a rule, and may be empty."""
+
+    term: str
+    lines: Sequence[str] = ()
+
+
+def parameter_rules(rule: str, schema: Schema) -> Rules:
+    """Rules, named after ``rule``, for a schema that ``check_parameters`` permits, or for ``{"type": "object"}``."""
+    properties = schema.get("properties")
+    if properties is None and schema.get("additionalProperties", True) is not False:
+        name = f"{lark_literal(BEGIN)} /{NAME}/ {lark_literal('>' + chr(10))}"
+        return Rules(f"{rule}_any*", [f"{rule}_any: {name} {rule}_text", *_text(f"{rule}_text", {})])
+    terms, lines = [], []
+    for place, (name, part) in enumerate((properties or {}).items()):
+        element = f"{rule}_{place}"
+        lines += [f"{element}: {lark_literal(f'{BEGIN}{name}>{chr(10)}')} {element}_value"]
+        if _has_text(schema, name):
+            lines += _text(f"{element}_value", _resolved(part, schema))
+        else:
+            lines.append(_json(f"{element}_value", part, schema))
+        terms.append(element + "?" * (name not in schema.get("required", ())))
+    return Rules(" ".join(terms), lines)
+
+
+def check_parameters(field: str, schema: Schema) -> None:
+    """Refuse a schema whose keywords the rules do not hold, by its place. Raises InvalidRequest."""
+
+    def refuse(limit: str, value: object) -> NoReturn:
+        raise InvalidRequest(field, f"{limit}, in this model's format of calls", value)
+
+    for keyword in schema.keys() - _OF_OBJECTS:
+        refuse("keywords of objects with properties", f"{keyword} at #")
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in properties:
+            refuse("required names that are among the properties", name)
+    for name, part in properties.items():
+        place = f"#/properties/{name}"
+        if not re.fullmatch(NAME, name):
+            refuse("names of parameters without <, > and line breaks", name)
+        if part is False:
+            refuse("properties that may be there", place)
+        if _has_text(schema, name):
+            limits = _resolved(part, schema)
+            for keyword in limits.keys() - _OF_TEXTS:
+                refuse("texts with enum, const, minLength and maxLength alone", f"{keyword} at {place}")
+            texts = _only_texts(limits)
+            if texts is not None and (not texts or any(END in text for text in texts)):
+                refuse(f"at least one text, and none with {END}", f"the texts at {place}")
+        elif other := next((path for path in _references(part) if not _is_definition(path)), None):
+            refuse("references to $defs or definitions", f"{other} at {place}")
+
+
+def _has_text(schema: Schema, name: str) -> bool:
+    return is_text(types_of(schema, name))
+
+
+def _resolved(part: Any, schema: Schema) -> Mapping[str, Any]:
+    """Schema of a text: what its references are of. One that permits anything is empty."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(part, dict) or part.keys() - ANNOTATIONS != {"$ref"}:
+            break
+        part = target_of(schema, part["$ref"])
+    return part if isinstance(part, dict) else {}
+
+
+def _only_texts(limits: Mapping[str, Any]) -> list[str] | None:
+    """The texts that may be there alone; None: there are others."""
+    if not limits.keys() & {"enum", "const"}:
+        return None
+    texts = [limits["const"]] if "const" in limits else limits["enum"]
+    least, most = limits.get("minLength", 0), limits.get("maxLength")
+    return [
+        text for text in texts if isinstance(text, str) and least <= len(text) and (most is None or len(text) <= most)
+    ]
+
+
+def _text(rule: str, limits: Mapping[str, Any]) -> Iterator[str]:
+    """A text up to the end of its element, which it does not contain."""
+    texts = _only_texts(limits)
+    if texts is not None:
+        yield f"{rule}: ({' | '.join(map(lark_literal, texts))}) {lark_literal(_CLOSE)}"
+        return
+    terminal = rule.upper()
+    count = f"{{{limits.get('minLength', 0)},{limits.get('maxLength', '')}}}"
+    yield f"{rule}[lazy]: {terminal} {lark_literal(_CLOSE)}"
+    yield f"{terminal}: /(?s:.){count}/ & {_WITHOUT_END}"
+
+
+def _json(rule: str, part: Mapping[str, Any], schema: Schema) -> str:
+    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    written = json.dumps({**shared, **part, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
+    return f"{rule}: %json {written} {lark_literal(_CLOSE)}"
+
+
+def _references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        if isinstance(path := part.get("$ref"), str):
+            yield path
+        part = list(part.values())
+    if isinstance(part, list):
+        for each in part:
+            yield from _references(each)
+
+
+def _is_definition(path: str) -> bool:
+    return path.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS))
