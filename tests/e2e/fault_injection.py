@@ -7,12 +7,12 @@ router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetch
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
+from math import gcd
 from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
@@ -24,6 +24,7 @@ from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, make_request
+from tests.worker.answer_kinds import END, AnswerKind, answer_kinds
 from tests.worker.harness import ADAPTERS, MODEL, WorkerHarness, registered, run_alone, tokens, worker
 from tests.worker.waiting import expire, expire_orphans
 
@@ -37,19 +38,9 @@ OUTPUTS = 1, 3
 """Of the requests in turn."""
 MOST = 100
 
-REASONING = wire.ReasoningLimit(begin=pack([60]), end=61, is_open=True, max_tokens=2)
-ANSWER = 'start: <[^60,61,63]>* <[61]> <[62]> "{" /[a-p]{20}/'
-"""Reasoning, and then a call."""
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"guide": wire.Guide(regex="([a-p][q-z0-9]|[A-P]){20}")},
-    {"guide": wire.Guide(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 9}')},
-    {"guide": wire.Guide(answer=json.dumps({"grammars": [{"lark_grammar": ANSWER}]})), "reasoning": REASONING},
-    {"reasoning": REASONING},
-    {"guide": wire.Guide(ebnf_grammar='start: /[a-p]/ start | "z"')},
-    {},
-)
-"""Of the requests in turn."""
+KINDS = answer_kinds(WANTED - 1)
+"""Of the requests in turn, whose counts of outputs and adapters repeat after 10: each kind meets each of them."""
+assert gcd(len(KINDS), 10) == 1
 
 REQUEST_ADAPTERS = "", ADAPTERS[0].digest, "", ADAPTERS[1].digest, ADAPTERS[0].digest
 """Of the requests in turn."""
@@ -153,16 +144,19 @@ class FaultInjection:
 
 
 def _request(number: int) -> ValidRequest:
-    return make_request(f"r{number}", tuple(tokens(PROMPT, number)), WANTED, engine_request=_work(number))
+    eos = _kind(number).eos_token_ids
+    return make_request(
+        f"r{number}", tuple(tokens(PROMPT, number)), WANTED, engine_request=_work(number), eos_token_ids=eos
+    )
 
 
 @cache
 def _expected(number: int) -> list[list[int]]:
-    return [run_alone(_work(number, [index])) for index in range(OUTPUTS[number % 2])]
+    return [run_alone(_work(number, [index]), eos=END) for index in range(OUTPUTS[number % 2])]
 
 
 def _work(number: int, outputs: Sequence[int] = ()) -> wire.EngineRequest:
-    return wire.EngineRequest(
+    work = wire.EngineRequest(
         model=MODEL,
         prompt=pack(tokens(PROMPT, number)),
         outputs=[wire.OutputPrefix(output=index) for index in outputs or range(OUTPUTS[number % 2])],
@@ -170,8 +164,12 @@ def _work(number: int, outputs: Sequence[int] = ()) -> wire.EngineRequest:
         stopping=wire.Stopping(max_tokens=WANTED),
         salt=b"tenant",
         adapter=REQUEST_ADAPTERS[number % len(REQUEST_ADAPTERS)],
-        **KINDS[number % len(KINDS)],
     )
+    return _kind(number).of(work)
+
+
+def _kind(number: int) -> AnswerKind:
+    return KINDS[number % len(KINDS)]
 
 
 async def _restore(found: StoredRequest) -> ValidRequest:
@@ -187,7 +185,7 @@ async def fault_injection(store: Store, timings: RouterTimings = RouterTimings()
         workers, proxies = {}, {}
         for name, role in roles.items():
             between = proxies[name] = await stack.enter_async_context(serving())
-            limits: dict[str, Any] = {"budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S}
+            limits: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, "eos": END}
             workers[name] = worker_harness = await stack.enter_async_context(
                 worker(name, role=role, advertise=between.address, **limits)
             )

@@ -18,7 +18,7 @@ from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.router.harness import PATIENCE, Core, core, tokens_of, until_ended, until_written
-from tests.router.test_migration import valid_request
+from tests.router.migration_harness import valid_request
 from tests.state.conftest import bare, server
 from tests.state.factories import make_store
 from tests.state.redis_proxy import redis_proxy

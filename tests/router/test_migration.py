@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -20,108 +16,14 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.router.request.output import Finish
 from decant.router.request.token_stream import TokenStream
-from decant.router.request.valid_request import ValidRequest
-from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.errors import Cancelled, DeadlineExceeded
-from decant.runtime.packed import pack
 from decant.state.store import Store
-from decant.worker.decode.session import SessionLimits
-from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.harness import Core, core, jump, make_request, until, until_ended, until_written
-from tests.worker.harness import MODEL, WorkerHarness, registered, run_alone, tokens, worker
-from tests.worker.waiting import PATIENCE, expire, expire_orphans
-
-PROMPT = 21
-WANTED = 60
-STEP_S = 0.003
-SLOW_STEP_S = 0.03
-"""Of steps during which a drain becomes known, also on a busy machine."""
-LEASE_MS = 300_000
-"""Longer than a test waits: an unused lease that is not released fails the test."""
-
-
-@dataclass
-class Harness:
-    core: Core
-    workers: dict[str, WorkerHarness]
-    proxies: dict[str, Proxy]
-    _servers: dict[str, AsyncExitStack]
-    _lost: set[str] = field(default_factory=set)
-
-    async def lose(self, name: str) -> None:
-        await self._servers[name].aclose()
-        self._lost.add(name)
-
-    async def hurry_away_from(self, stream: TokenStream, *left: str) -> None:
-        """Wait until the request runs on a worker not in ``left``, whose steps take no time from then on."""
-        await until(lambda: self.at(stream) in self.workers.keys() - {*left})
-        self.workers[self.at(stream)].device.step_s = 0.0
-
-    def drain(self, name: str) -> None:
-        self.workers[name].host.draining = True
-
-    def runs(self, name: str) -> int:
-        return len(list(self.workers[name].decode.runs()))
-
-    def is_decoding(self, name: str) -> bool:
-        return any(phase == wire.RunStatus.PHASE_RUNNING for _, _, phase, _ in self.workers[name].decode.runs())
-
-    async def emptied(self, name: str) -> None:
-        await until(lambda: not self.runs(name))
-
-    async def begin(self, number: int, **more: Any) -> tuple[TokenStream, list[int]]:
-        request = valid_request(number, **more)
-        return await self.core.requests.begin(request), run_alone(request.engine_request)
-
-    def at(self, stream: TokenStream) -> str:
-        return stream.trace.decode_worker
-
-    async def settled(self) -> None:
-        for name, worker_harness in self.workers.items():
-            if worker_harness.host.loop.is_healthy:
-                if self._lost:  # only the end of a lease frees what was reserved for a lost worker
-                    expire(worker_harness.host.sender.leases)
-                if name in self._lost:  # its router does not come back
-                    expire_orphans(worker_harness.decode.run_manager)
-                seen = await worker_harness.emptied()
-                assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-                await worker_harness.until(lambda seen: not (seen.orphans or seen.ended_runs))
-
-
-def valid_request(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:
-    work = wire.EngineRequest(
-        model=MODEL,
-        prompt=pack(tokens(length, number)),
-        outputs=[wire.OutputPrefix(output=0)],
-        sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
-        stopping=wire.Stopping(max_tokens=wanted),
-        salt=b"tenant",
-    )
-    return make_request(f"r{number}", tuple(tokens(length, number)), wanted, engine_request=work, **more)
-
-
-TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
-
-
-@asynccontextmanager
-async def moving(store: Store, decode: str = "de", prefill: str = "", **overrides: Any) -> AsyncIterator[Harness]:
-    async with AsyncExitStack() as stack:
-        roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
-        limits = SessionLimits(heartbeat_s=0.01)  # a drain becomes known at many instants of a short answer
-        given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, **overrides}
-        workers, proxies, servers = {}, {}, {}
-        for name, role in roles.items():
-            servers[name] = await stack.enter_async_context(AsyncExitStack())
-            between = proxies[name] = await servers[name].enter_async_context(serving())
-            there = worker(name, role=role, advertise=between.address, session_limits=limits, **given)
-            workers[name] = await stack.enter_async_context(there)
-            between.target = workers[name].address
-        made = await stack.enter_async_context(
-            core(store, [registered(worker_harness) for worker_harness in workers.values()], timings=TIMINGS)
-        )
-        harness = Harness(made, workers, proxies, servers)
-        yield harness
-        await harness.settled()
+from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction
+from tests.router.harness import jump, until, until_ended, until_written
+from tests.router.migration_harness import KINDS, LONG_KINDS, SLOW_STEP_S, WANTED, moving
+from tests.worker.answer_kinds import PLAIN
+from tests.worker.harness import MODEL, WorkerHarness
+from tests.worker.waiting import PATIENCE
 
 
 async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -> None:
@@ -160,9 +62,14 @@ async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(st
 async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, prefill: str) -> None:
     rng = random.Random(5)
     moved = 0
+    kinds = KINDS if prefill else KINDS[::-1]
     for at in range(0, WANTED, 12):
         async with moving(store, prefill=prefill) as harness:
-            begun = [await harness.begin(4 * at + number, length=rng.randint(1, 90)) for number in range(4)]
+            three = [kinds[(at // 4 + number) % len(kinds)] for number in range(3)]
+            begun = [
+                await harness.begin(4 * at + number, length=rng.randint(1, 90), kind=kind)
+                for number, kind in enumerate((PLAIN, *three))
+            ]
             await until_written(begun[0][0], at) if at else None
             leaving = rng.choice("de")
             there = [stream for stream, _ in begun if harness.at(stream) == leaving]
@@ -276,7 +183,7 @@ async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store, monkeypatc
 async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as harness:
-            stream, expected = await harness.begin(steps, wanted=120)
+            stream, expected = await harness.begin(steps, wanted=120, kind=LONG_KINDS[steps])
             await until_written(stream, 3)
             first = harness.at(stream)
             harness.drain(first)
@@ -294,7 +201,7 @@ async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store:
 async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
         async with moving(store, decode="def") as harness:
-            stream, expected = await harness.begin(steps, wanted=300)
+            stream, expected = await harness.begin(steps, wanted=300, kind=LONG_KINDS[-1 - steps])
             await until_written(stream, 3)
             first = harness.at(stream)
             others = sorted({*"def"} - {first})

@@ -14,7 +14,8 @@ from decant.router.workers.pool_balancer import PoolBalancer
 from decant.state.ids import Incarnation
 from decant.state.store import Store, StoreSettings
 from tests.router.harness import until, until_written
-from tests.router.test_migration import Harness, checked, moving
+from tests.router.migration_harness import Harness, moving
+from tests.router.test_migration import checked
 from tests.worker.harness import MODEL
 
 PREFILL, DECODE = wire.ROLE_PREFILL, wire.ROLE_DECODE

@@ -15,7 +15,7 @@ from decant.client import Client
 from decant.state.store import Store
 from tests.build.test_request_page import STOPS
 from tests.router.harness import PATIENCE, until
-from tests.router.test_migration import Harness, moving
+from tests.router.migration_harness import Harness, moving
 from tests.router.test_traces import PROMPT, serving
 
 

@@ -26,8 +26,8 @@ from decant.state.store import Store
 from tests.router.factories import model
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, Core, core, until
+from tests.router.migration_harness import moving
 from tests.router.service_harness import make_service
-from tests.router.test_migration import moving
 
 PROMPT = "Q7K7Z7X7W7V7"
 """Its tokens are in the fake engines' vocabulary."""

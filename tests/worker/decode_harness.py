@@ -33,6 +33,7 @@ from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
 BLOCK = 4
+VOCABULARY = 64
 Windows = tuple[Window, ...]
 """By cache group."""
 
@@ -48,7 +49,7 @@ class Device(FakeDevice):
         super().__init__(
             num_blocks=blocks,
             block_size=BLOCK,
-            vocab_size=64,
+            vocab_size=VOCABULARY,
             eos_token_ids=frozenset(eos),
             cost=self._wait,
         )
@@ -175,7 +176,7 @@ def make_work(
 ) -> wire.EngineRequest:
     return wire.EngineRequest(
         model="m",
-        prompt=pack([(7 * position + 3 * seed + 1) % 64 for position in range(length)]),
+        prompt=pack([(7 * position + 3 * seed + 1) % VOCABULARY for position in range(length)]),
         outputs=[wire.OutputPrefix(output=0, tokens=pack(written))],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=seed),
         stopping=wire.Stopping(max_tokens=wanted),
@@ -188,9 +189,13 @@ def run_alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Window
     return run_request_alone(to_request("alone", work, model="m"), eos, windows)
 
 
-def run_request_alone(request: Request, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
+def run_request_alone(
+    request: Request, eos: Sequence[int] = (), windows: Windows = (FULL,), vocabulary: int = VOCABULARY
+) -> list[int]:
     """Return the outputs of ``request``, those that it came with first, without engine or other rows."""
-    device = FakeDevice(num_blocks=256 * len(windows), block_size=BLOCK, vocab_size=64, eos_token_ids=frozenset(eos))
+    device = FakeDevice(
+        num_blocks=256 * len(windows), block_size=BLOCK, vocab_size=vocabulary, eos_token_ids=frozenset(eos)
+    )
     device.windows = windows
     blocks = tuple(array("i", range(256 * group, 256 * (group + 1))) for group in range(len(windows)))
     tokens, computed, token = list(request.token_ids), 0, None

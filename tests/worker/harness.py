@@ -40,14 +40,14 @@ from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import Auditor
-from tests.engine.guides import tiny_tokenizer
 from tests.router.fake_script import TOKENIZER
+from tests.worker import answer_kinds
+from tests.worker.answer_kinds import VOCABULARY
 from tests.worker.decode_harness import run_request_alone
 from tests.worker.requests import to_request
 from tests.worker.waiting import PATIENCE, eventually
 
 BLOCK = 4
-VOCABULARY = 64
 MODEL = "m"
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
@@ -105,7 +105,7 @@ class WorkerHarness:
         self.channel = open_channel(self.address, PeerTls())
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
         identity = replace(identity, address=identity.address or self.address)
-        self.host = EngineHost(engine, identity, self.transport, limits, tiny_tokenizer.compiler())
+        self.host = EngineHost(engine, identity, self.transport, limits, answer_kinds.compiler())
         for name, adapter in zip(ADAPTER_NAMES, ADAPTERS, strict=True):
             self.host.adapters._offers[name] = _Offer(Path("/nowhere"), announcement(name, adapter), is_watched=False)
             self.host.adapters._loaded[adapter.digest] = adapter.nbytes
@@ -308,7 +308,7 @@ def make_work(
 
 def run_alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
     request = replace(
-        to_request("alone", work, model=MODEL, guides=tiny_tokenizer.compiler(), adapters={work.adapter}),
+        to_request("alone", work, model=MODEL, guides=answer_kinds.compiler(), adapters={work.adapter}),
         park_after=None,
     )
-    return run_request_alone(request, () if eos is None else (eos,))
+    return run_request_alone(request, () if eos is None else (eos,), vocabulary=VOCABULARY)
