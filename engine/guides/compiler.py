@@ -25,6 +25,12 @@ COMPILE_LIMIT = "a grammar that can be compiled and begun"
 TOO_MANY_STATES = "too many states"
 """In the error of a matcher whose lexer has no state left: those of all outputs of the grammar count."""
 MAX_MASK_THREADS = 4
+_LENGTHS = ("{1,2}", "{1,4}", "{1,6}", "{1,8}", "{1,12}", "{1,16}", "{1,24}", "{1,32}", "+")
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(rf'[^"\\\x00-\x1F\x7F]{length}' for length in _LENGTHS))
+"""Sets of tokens, each without those before it. A mask takes a set as a whole where all of its texts may follow, as in
+JSON strings; of the others it tries each token. More sets than the library's own four: less to try near the end of a
+string with ``maxLength``, which is where masks take the longest.
+"""
 STACK_BYTES = 64 << 20
 """Of the thread that compiles: the library recurses through a grammar's rules, and a full stack ends the process. The
 router has compiled the grammar before, with a stack of a fraction of this."""
@@ -123,7 +129,9 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         try:
-            self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocabulary, eos_token=sorted(eos))
+            self._tokenizer = LLTokenizer(
+                str(tokenizer), n_vocab=vocabulary, eos_token=sorted(eos), slices=list(SLICES)
+            )
         except BaseException as error:  # the library's panics derive from it
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
