@@ -30,3 +30,20 @@ def small_with(folder: Path, name: str, **entries: Any) -> Path:
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
     return folder
+
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.name }}{{ m.tool_call_id }}{{ m.reasoning }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}def {% endif %}"
+    "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
+    "{# the format of calls: <tool_call> arguments </tool_call> #}"
+)
+
+
+def chat_model(folder: Path) -> Path:
+    """The small model with a template for conversations, tools and reasoning."""
+    small_with(folder, "tokenizer_config.json", chat_template=TEMPLATE, split_special_tokens=False)
+    name_last_tokens(folder, *THINK)
+    return folder

@@ -14,7 +14,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.runtime.errors import from_call
 from tests.e2e import conversation_fields, guide_fields  # noqa: F401 - they add their checks
-from tests.e2e.checkpoints import THINK, name_last_tokens, small_with
+from tests.e2e.checkpoints import chat_model
 from tests.e2e.client_checks import ask, generate_request, open_stub, run_alone
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.field_checks import CHAT, CHECKS, IDS, PROMPT, WRITTEN, Check, Stub, field, plain, request
@@ -27,23 +27,13 @@ LONG = 1500
 DETACHED = 100
 """Tokens of an answer that is written to its end without a client."""
 BEGIN, END = 0, 1
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{{ m.name }}{{ m.tool_call_id }}{{ m.reasoning }}"
-    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}def {% endif %}"
-    "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
-    "{# the format of calls: <tool_call> arguments </tool_call> #}"
-)
 ADAPTER = "pirate"
-CHAT_CONFIG = {"chat_template": TEMPLATE, "split_special_tokens": False}
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", **CHAT_CONFIG)
+    folder = chat_model(tmp_path_factory.mktemp("models") / CHAT)
     adapter = peft_adapters.for_model(tmp_path_factory.mktemp("adapters") / ADAPTER, models.path())
-    name_last_tokens(folder, *THINK)
     router = ("--resume-grace-ms", "0", "--max-active", "1")
     worker = (*SMALL_KV, "--adapters", f"{ADAPTER}={adapter}")
     with deployment(router=router, worker=worker, another=f"{CHAT}={folder}") as made:
