@@ -63,7 +63,7 @@ def check_parameters(field: str, schema: Schema) -> None:
     for name, part in properties.items():
         place = f"#/properties/{name}"
         if not re.fullmatch(NAME, name):
-            refuse("names of parameters without <, > and line breaks", name)
+            refuse("names of parameters of 1 to 64 characters without <, > and line breaks", name)
         if part is False:
             refuse("properties that may be there", place)
         if _has_text(schema, name):

@@ -22,10 +22,11 @@ from typing import Any, NoReturn
 from decant.router.text.tools.json_arguments import Reading
 
 BEGIN, END, LAST = "<parameter=", "</parameter>", "</function>"
-NAME = r"[^<>\n]+"
+NAME = r"[^<>\n]{1,64}"
+"""Of a parameter, in a grammar."""
 MAX_DEPTH = 16
 """Of references and alternatives, in the search for the types of a parameter."""
-_BEGIN = re.compile(rf"\s*{BEGIN}({NAME})>")
+_BEGIN = re.compile(rf"\s*{BEGIN}([^<>\n]+)>")
 _PARTIAL_BEGIN = re.compile(rf"{BEGIN}[^<>\n]*")
 _LAST = re.compile(rf"\s*{LAST}")
 _VALUE_END = "\n" + END
