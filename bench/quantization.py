@@ -4,8 +4,9 @@
 
 Decode steps of 1, 8 and 64 sequences and a prompt are timed on random weights in the shape of ``--model``. Quality is
 the perplexity of the model tiny-python on the Python files that it was not trained on; the interpreter must be of the
-version that it was trained with. Figures are medians. With --peers, OpenVINO's steps are measured after these, with its
-own weights in the same kinds, in an environment of its own.
+version that it was trained with. Figures are medians. With --peers, the steps of OpenVINO and llama.cpp are measured
+after these, with their own weights in the same kinds: the former in an environment of its own, the latter by libraries
+that npm fetches, with BF16, Q8_0 and Q4_0. A peer that can't be installed or fails is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from bench import machine
-from bench.comparison.contenders import CONTENDERS
+from bench.comparison.contenders import CONTENDERS, Contender, Unavailable
 from bench.comparison.contenders import run as run_contender
 from bench.comparison.own_engine import make_engine
 from bench.comparison.steps import Case, decoding
@@ -110,8 +111,14 @@ def perplexities(files: int | None = None) -> dict[str, float]:
     return found
 
 
+PEERS: Mapping[str, Contender] = {
+    "OpenVINO": CONTENDERS["openvino"]._replace(module="bench.baselines.openvino_steps"),
+    "llama.cpp": Contender("llama.cpp", "bench.baselines.llama_cpp_steps"),
+}
+
+
 def peer_items(vocabulary: int, runs: int, prompt: int) -> tuple[Item, ...]:
-    """The same cases for ``openvino_steps``."""
+    """The same cases for ``openvino_steps`` and ``llama_cpp_steps``."""
     rng = Random(0)
 
     def item(name: str, tokens: int, output: int) -> Item:
@@ -127,14 +134,23 @@ def peer_items(vocabulary: int, runs: int, prompt: int) -> tuple[Item, ...]:
     return (*items, *(item(f"prompt of {prompt}/{at}", prompt, 1) for at in range(max(1, runs // 3))))
 
 
-def measure_openvino(job: Job, console: Console) -> dict[str, dict[str, float]]:
-    """Milliseconds of each case, by kind. Raises Unavailable."""
-    contender = CONTENDERS["openvino"]._replace(module="bench.baselines.openvino_steps")
+def measure_peers(job: Job, console: Console) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds by peer, case and kind, of the peers that run here."""
+    found = {}
+    for title in PEERS:
+        try:
+            found[title] = measure_peer(title, job, console)
+        except Unavailable as error:
+            console.print(f"{title}: {error}")
+    return found
+
+
+def measure_peer(title: str, job: Job, console: Console) -> dict[str, dict[str, float]]:
     by_kind = {}
     for kind in KINDS:
-        console.print(f"OpenVINO, {kind} ...")
+        console.print(f"{title}, {kind} ...")
         weights = quantization(kind) or "plain"
-        by_kind[kind] = run_contender(contender, replace(job, weights=weights), lambda _: None, lambda line: None)
+        by_kind[kind] = run_contender(PEERS[title], replace(job, weights=weights), lambda _: None, lambda line: None)
     return {name: {kind: by_kind[kind][name] for kind in KINDS} for name in by_kind[PLAIN]}
 
 
@@ -142,8 +158,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     table = Table("", *KINDS, title=f"{result['model_id']}, {result['threads']} threads")
     for name, times in result["milliseconds"].items():
         table.add_row(name, *(f"{times[kind]:.1f} ms ({times[PLAIN] / times[kind]:.2f})" for kind in KINDS))
-    for name, times in result["openvino"].items():
-        table.add_row(f"OpenVINO, {name}", *(f"{times[kind]:.1f} ms" for kind in KINDS))
+    for title, cases in result["peers"].items():
+        for name, times in cases.items():
+            table.add_row(f"{title}, {name}", *(f"{times[kind]:.1f} ms" for kind in KINDS))
     table.add_row("layers and head", *(f"{result['weight_bytes'][kind] / 1e6:.1f} MB" for kind in KINDS))
     if result["perplexity"]:
         plain = result["perplexity"][PLAIN]
@@ -160,7 +177,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=available_cores())
     parser.add_argument("--files", type=positive, help="held-out files of which to compute the perplexity; unset: all")
     parser.add_argument("--no-quality", dest="quality", action="store_false", help="don't compute perplexities")
-    parser.add_argument("--peers", action="store_true", help="also OpenVINO")
+    parser.add_argument("--peers", action="store_true", help=f"also {' and '.join(PEERS)}")
     parser.add_argument(
         "--peer-dtype", choices=(PLAIN, "float32"), default=PLAIN, help="what peers compute in, where bfloat16 fails"
     )
@@ -178,14 +195,14 @@ def main() -> None:
         "milliseconds": dict(measure(devices, args.runs, args.prompt)),
         "weight_bytes": {kind: weight_bytes(device) for kind, device in devices.items()},
         "perplexity": perplexities(args.files) if args.quality else {},
-        "openvino": {},
+        "peers": {},
         "peer_dtype": args.peer_dtype,
     }
     if args.peers:
         items = peer_items(devices[PLAIN].vocab_size, args.runs, args.prompt)
         devices.clear()
         job = Job(model, args.peer_dtype, args.threads, items, BUDGET)
-        result["openvino"] = measure_openvino(job, Console(stderr=True))
+        result["peers"] = measure_peers(job, Console(stderr=True))
     write_result(result, args.json, partial(show, result, Console()))
 
 

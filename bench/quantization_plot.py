@@ -18,21 +18,23 @@ def svg(result: Mapping[str, Any]) -> str:
     drawing = Drawing()
     drawing.line(f"Speed with quantized weights, beside {PLAIN}: {result['model_id']}", 16, font_weight="bold")
     drawing.line(f"{result['machine']['cpu']}, {result['threads']} threads")
-    milliseconds = result["milliseconds"] | {f"OpenVINO, {work}": times for work, times in result["openvino"].items()}
-    plain = {work: times[PLAIN] for work, times in result["milliseconds"].items()}
-    speeds = {
-        work: {kind: plain[work.removeprefix("OpenVINO, ")] / time for kind, time in times.items()}
-        for work, times in milliseconds.items()
-    }
-    scale = BARS / max(speed for each in speeds.values() for speed in each.values())
-    for work, each in speeds.items():
-        drawing.y += LINE // 2
-        drawing.line(work, 14, font_weight="bold")
-        drawing.y += LINE // 2
-        for kind, speed in each.items():
-            label = f"{kind}, {milliseconds[work][kind]:.1f} ms"
-            colour = BASELINE_COLOUR if kind == PLAIN or work not in plain else DECANT_COLOUR
-            drawing.bar(label, scale * speed, f"{speed:.2f}", colour)
+    own = result["milliseconds"]
+    contenders = {"Decant": own, **result["peers"]}
+    rows = [
+        (title, work, kind, time, own[work][PLAIN] / time)
+        for work in own
+        for title, cases in contenders.items()
+        for kind, time in cases[work].items()
+    ]
+    scale = BARS / max(speed for *_, speed in rows)
+    shown = ""
+    for title, work, kind, time, speed in rows:
+        if shown != (shown := work if title == "Decant" else f"{title}, {work}"):
+            drawing.y += LINE // 2
+            drawing.line(shown, 14, font_weight="bold")
+            drawing.y += LINE // 2
+        colour = BASELINE_COLOUR if kind == PLAIN or title != "Decant" else DECANT_COLOUR
+        drawing.bar(f"{kind}, {time:.1f} ms", scale * speed, f"{speed:.2f}", colour)
     return drawing.svg()
 
 

@@ -12,7 +12,8 @@ from bench.comparison.open_loop import WARM_UP, run_open_loop
 from bench.comparison.roofline import Step, Weights
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
-from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
+from decant.engine.checkpoint.expert_layers import ExpertLayers
+from decant.engine.cpu.linear import FixedRows, PackedLinear
 from decant.engine.engine import Engine
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.loading import load
@@ -136,7 +137,7 @@ def layers(model: torch.nn.Module) -> list[PackedLinear]:
 
 def weights(model: Any) -> Weights | None:
     """Sizes of the weights; None for a model that reads only part of them in a step."""
-    if any(isinstance(module, PackedExperts | FixedRows) for module in model.modules()):
+    if any(isinstance(module, ExpertLayers | FixedRows) for module in model.modules()):
         return None
     head = model.get_output_embeddings().weight
     elements = sum(layer.weight.numel() for layer in layers(model))
