@@ -78,7 +78,10 @@ class Device(FakeDevice):
 
 
 class Node:
-    """Engine, host and decode services of a worker on a port; ``async with`` opens and audits it."""
+    """Engine, host and decode services of a worker on a port; ``async with`` opens and audits it.
+
+    Its device is a ``Device`` of ``blocks`` blocks, unless there is another.
+    """
 
     def __init__(
         self,
@@ -89,10 +92,11 @@ class Node:
         budget: int = 16,
         session_limits: SessionLimits | None = None,
         windows: Windows = (FULL,),
+        device: Any = None,
         **limits: int,
     ) -> None:
         self._session_limits = session_limits
-        self.device = Device(blocks * len(windows), windows=windows)
+        self.device: Device = device or Device(blocks * len(windows), windows=windows)
         self.engine = Engine(
             self.device,
             Limits(token_budget=budget, max_running=running, context_length=blocks * BLOCK),
