@@ -34,10 +34,16 @@ def load(
     context_length = source.choose_context_length(config.context_length)
     weights = source.weights()
     progress(HASHED)
-    model = source.read(dtype, backend.device, load_to_device=backend.loads_to_device, keep_codes=backend.keeps_codes)
+    model = source.read(
+        dtype,
+        backend.device,
+        load_to_device=backend.loads_to_device,
+        keep_codes=backend.keeps_codes,
+        keep_experts=backend.keeps_experts,
+    )
     if config.quantize is not None:
         with refuse_model_on_error(source.name, "its weights can't be quantized"):
-            quantize(model, config.quantize)
+            quantize(model, config.quantize, experts=backend.keeps_experts)
     progress(READ)
 
     def layout_hash(layout: KvLayout) -> str:

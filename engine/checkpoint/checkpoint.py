@@ -28,6 +28,7 @@ from transformers.utils.import_utils import is_accelerate_available
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.checkpoint.coded_linear import is_plain_linear, placeholder, replace_placeholders
 from decant.engine.checkpoint.context_length import default_length, max_positions
+from decant.engine.checkpoint.expert_layers import CodedExperts, find_coded, replace_experts
 from decant.engine.checkpoint.formats import find_format
 from decant.engine.checkpoint.weight import Weight
 from decant.engine.checkpoint.weight_format import PLAIN, Slice, WeightFormat
@@ -81,20 +82,27 @@ class Checkpoint:
         return context_length or default_length(text, most)
 
     def read(
-        self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False, keep_codes: bool = False
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        load_to_device: bool = False,
+        keep_codes: bool = False,
+        keep_experts: bool = False,
     ) -> PreTrainedModel:
         """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
 
         With ``keep_codes``, linear layers with a quantized weight are a ``CodedLinear``, and nothing of it is read.
-        Other quantized weights, such as those of experts, are dequantized.
+        With ``keep_experts``, so are those of ``ExpertLayers``. Other quantized weights are dequantized.
 
         With ``load_to_device``, if accelerate is installed and there are no such towers, each tensor goes to the device
         as it is read, unless some stay quantized. Else the model is in the host's memory first, as mapped files or as a
         copy in another dtype.
         """
         with refuse_model_on_error(self.name, "transformers can't load it"):
-            model_class, source, coded = self._source(dtype, keep_codes)
-            is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config) and not coded
+            model_class, source, coded, experts = self._source(dtype, keep_codes, keep_experts)
+            is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
+            is_placed = is_placed and not coded
             placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
             loaded: Any = model_class.from_pretrained(
                 **source,
@@ -122,6 +130,7 @@ class Checkpoint:
             weight_files.check_weights(folder, weight_files.read_config(folder))
         with refuse_model_on_error(self.name, "its quantized weights do not fit it"):
             replace_placeholders(model, coded, dtype)
+            replace_experts(model, experts, dtype)
         _drop_other_media(model)
         with refuse_model_on_error(self.name, f"its weights can't be put on {device}"):
             torch.nn.Module.to(model, device)
@@ -138,24 +147,34 @@ class Checkpoint:
         model.eval()
         return model
 
-    def _source(self, dtype: torch.dtype, keep_codes: bool) -> tuple[Any, dict[str, Any], dict[str, Weight]]:
-        """Return a class, where it loads its weights from, and those that it gets placeholders for, by layer."""
+    def _source(
+        self, dtype: torch.dtype, keep_codes: bool, keep_experts: bool
+    ) -> tuple[Any, dict[str, Any], dict[str, Weight], dict[str, CodedExperts]]:
+        """Return a class, where it loads its weights from, and what it gets placeholders for: layers, and experts."""
         auto = _auto_class(self.config)
         if self.weight_format is PLAIN:
-            return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}, {}
+            return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}, {}, {}
         folder = self._download()
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
         model_class = auto._model_mapping[type(self.config)]  # the auto class needs a path
         slices = dict(self.weight_format.open(files) or {})
-        coded = self._coded(slices) if keep_codes else {}
-        slices |= {weight.name: placeholder(weight, dtype) for weight in coded.values()}
-        return model_class, {"pretrained_model_name_or_path": None, "state_dict": slices}, coded
+        coded, experts = self._coded(slices, keep_experts) if keep_codes else ({}, {})
+        slices |= {weight.name: placeholder(weight.shape, dtype) for weight in coded.values()}
+        for each in experts.values():
+            slices = {name: tensor for name, tensor in slices.items() if name not in each.names}
+            slices |= {name: placeholder(shape, dtype) for name, shape in each.tensors.items()}
+        return model_class, {"pretrained_model_name_or_path": None, "state_dict": slices}, coded, experts
 
-    def _coded(self, slices: Mapping[str, Slice]) -> dict[str, Weight]:
-        """Return the quantized weights of linear layers that have the same name in the model, by that name."""
-        layers = (name for name, module in self.make(torch.device("meta")).named_modules() if is_plain_linear(module))
+    def _coded(
+        self, slices: Mapping[str, Slice], keep_experts: bool
+    ) -> tuple[dict[str, Weight], dict[str, CodedExperts]]:
+        """Return the quantized weights of linear layers that have the same name in the model, and of experts."""
+        made = self.make(torch.device("meta"))
+        layers = (name for name, module in made.named_modules() if is_plain_linear(module))
         found = {layer: slices.get(f"{layer}.weight") for layer in layers}
-        return {layer: weight for layer, weight in found.items() if isinstance(weight, Weight)}
+        coded = {layer: weight for layer, weight in found.items() if isinstance(weight, Weight)}
+        experts = dict(find_coded(made, slices))
+        return coded, experts if keep_experts else {}
 
     def _download(self) -> Path:
         if self.revision is None:

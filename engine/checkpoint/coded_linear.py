@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -35,9 +35,9 @@ def is_plain_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def placeholder(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the weight's shape that takes no memory."""
-    return torch.zeros(1, 1, dtype=dtype).expand(weight.shape)
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the shape that takes no memory."""
+    return torch.zeros([1] * len(shape), dtype=dtype).expand(*shape)
 
 
 def replace_placeholders(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:

@@ -4,12 +4,14 @@ opened.
     x_blocks  U8 [experts, out, in / 32, 16]  e2m1, the first of two numbers in the lower bits
     x_scales  U8 [experts, out, in / 32]      e8m0: 127 more than the exponent; 255 is not a number
 
-The model's tensor x is [experts, in, out]. It is dequantized in bfloat16, which has all of its numbers.
+The model's tensor x is [experts, in, out]. Where experts stay quantized, they are in int8: the doubled numbers are
+whole. Else x is dequantized in bfloat16, which has all of its numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +22,20 @@ if TYPE_CHECKING:
     import torch
 
     from decant.engine.checkpoint.tensor_files import TensorFiles
+    from decant.engine.checkpoint.weight import Codes, Weight
 
 BLOCKS, SCALES = "_blocks", "_scales"
 IN_A_BLOCK = 32
 
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+_LARGEST_SCALE = 252
+"""Of those with which all numbers are finite in float32 and bfloat16."""
+
 
 class Mxfp4:
     quantization: str | None = None
-    """As in memory: experts are dequantized."""
+    """As a GPU has them in memory, dequantized."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         """Settings say which layers are plain, as the names of the tensors do."""
@@ -71,6 +77,32 @@ class _Experts:
         if len(shape) != 4 or shape[3] * 2 != IN_A_BLOCK:
             raise ValueError(f"{name}{BLOCKS} is {list(shape)}: [experts, out, in / {IN_A_BLOCK}, {IN_A_BLOCK // 2}]")
         tensors.check_shape(name + SCALES, shape[:3])
+        self._count, self._outputs, self._inner = shape[0], shape[1], shape[2] * IN_A_BLOCK
+
+    @property
+    def experts(self) -> Sequence[Weight]:
+        """The matrix [out, in] of each expert."""
+        from decant.engine.checkpoint.weight import CodeKind, Weight
+
+        nbytes = self._tensors.nbytes(self._name + BLOCKS, self._name + SCALES) // self._count
+        shape = self._outputs, self._inner
+        return [
+            Weight(f"{self._name}.{at}", shape, CodeKind.INT8, nbytes, partial(self._codes, at))
+            for at in range(self._count)
+        ]
+
+    def _codes(self, expert: int) -> Codes:
+        import torch
+
+        from decant.engine.checkpoint.weight import CodeKind, Codes
+
+        blocks, scales = (self._tensors.slice(self._name + part)[expert] for part in (BLOCKS, SCALES))
+        if int(scales.max()) > _LARGEST_SCALE:
+            raise ValueError(f"{self._name}{SCALES} has an exponent with which its numbers are not finite")
+        doubled = (torch.tensor(_NUMBERS) * 2).to(torch.int8)
+        table = torch.cat([doubled, -doubled])
+        codes = table[_numbers_of(blocks)].flatten(1)
+        return Codes(CodeKind.INT8, codes, (_powers(scales) / 2).T.contiguous(), IN_A_BLOCK)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
@@ -89,9 +121,20 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantize blocks [out, in / 32, 16] with scales [out, in / 32] to float32 [out, in]; 255 gives NaN."""
     import torch
 
+    table = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)])
+    return (table[_numbers_of(blocks)] * _powers(scales)[..., None]).flatten(1)
+
+
+def _numbers_of(blocks: torch.Tensor) -> torch.Tensor:
+    """Indices of numbers [out, in / 32, 32]."""
+    import torch
+
+    return torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).long()
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    import torch
+
     exponents = scales.int()
     powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)  # 2 ** -127 has another form
-    powers = torch.where(exponents == 255, torch.nan, powers)
-    table = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)])
-    numbers = table[torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).long()]
-    return (numbers * powers[..., None]).flatten(1)
+    return torch.where(exponents == 255, torch.nan, powers)

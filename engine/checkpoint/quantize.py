@@ -1,4 +1,4 @@
-"""Quantize the linear layers of a model, as ``--quantize`` asks for.
+"""Quantize the linear layers and experts of a model, as ``--quantize`` asks for.
 
 int8   a scale per output: the largest number is 127
 int4   a scale and a zero point per group of 64 inputs, of several candidates those with the least squared error. The
@@ -8,13 +8,14 @@ int4   a scale and a zero point per group of 64 inputs, of several candidates th
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from decant.engine.checkpoint.coded_linear import CodedLinear, is_plain_linear
+from decant.engine.checkpoint.expert_layers import DOWN, CodedExperts, first_of, has_stacked_experts, replace_experts
 from decant.engine.checkpoint.weight import PIECE, CodeKind, Codes, Weight
 
 Quantization = Literal["int8", "int4"]
@@ -33,8 +34,11 @@ _SMALLEST_HALF = 2.0**-14
 
 
 @torch.inference_mode()
-def quantize(model: PreTrainedModel, to: Quantization) -> None:
-    """Replace the plain linear layers of a model, one after the other, by ``CodedLinear``. Raises ValueError."""
+def quantize(model: PreTrainedModel, to: Quantization, *, experts: bool = False) -> None:
+    """Replace the plain linear layers of a model, one after the other, by ``CodedLinear``. Raises ValueError.
+
+    With ``experts``, the weights of transformers' experts (``has_stacked_experts``) are quantized, too.
+    """
     head = model.get_output_embeddings()
     layers = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
     for name, module in layers.items():
@@ -42,6 +46,18 @@ def quantize(model: PreTrainedModel, to: Quantization) -> None:
         assert isinstance(module, nn.Linear)
         source = quantized(f"{name}.weight", module.weight, "int8" if module is head else to)
         setattr(model.get_submodule(parent), child, CodedLinear(source, module.bias, module.weight.dtype))
+    stacked = [name for name, module in model.named_modules() if experts and has_stacked_experts(module)]
+    for name in stacked:
+        replace_experts(model, {name: _quantize_experts(name, model.get_submodule(name), to)}, model.dtype)
+
+
+def _quantize_experts(name: str, module: Any, to: Quantization) -> CodedExperts:
+    made = {}
+    for tensor in (first_of(module), DOWN):
+        weights = getattr(module, tensor).transpose(1, 2) if module.is_transposed else getattr(module, tensor)
+        made[tensor] = tuple((quantized(f"{name}.{tensor}.{at}", each, to),) for at, each in enumerate(weights))
+        setattr(module, tensor, None)  # freed before the next one is made
+    return CodedExperts(made[first_of(module)], made[DOWN], {})
 
 
 def quantized(name: str, weight: torch.Tensor, to: Quantization) -> Weight:

@@ -33,6 +33,7 @@ class CpuBackend(TorchBackend):
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
     keeps_codes = True
+    keeps_experts = True
     _kernels: ModuleType | None = None
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from decant.engine.checkpoint.coded_linear import CodedLinear, is_plain_linear
+from decant.engine.checkpoint.expert_layers import DOWN, ExpertLayers, check_equal, first_of, has_stacked_experts
 from decant.engine.cpu.gemm import NativeWeight, Product, prepare, prepare_codes
 from decant.engine.cpu.huge_pages import release_freed
 from decant.engine.model.parallel_experts import is_parallel_experts
@@ -107,40 +108,12 @@ def _join(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     return torch.cat(list(pieces), dim=dim).narrow(dim, 0, count)
 
 
-EXPERTS_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
-"""Relative to the norm of the output."""
-
-
-class PackedExperts(nn.Module):
-    """transformers experts (``use_experts_implementation``) with packed weights.
-
-    A token's experts are added in the router's order.
-    """
+class PackedExperts(ExpertLayers):
+    """transformers' experts with packed weights."""
 
     def __init__(self, experts: Any, kernels: ModuleType | None) -> None:
-        super().__init__()
-        self._gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
-        self._post = experts.post_expert_norm if experts.has_post_expert_norm else nn.Identity()
-        first = "gate_up_proj" if experts.has_gate else "up_proj"
-        self._up = _pack_each(experts, first, kernels)
-        self._down = _pack_each(experts, "down_proj", kernels)
-        for name in (first, "down_proj"):
-            delattr(experts, name)
-
-    def forward(self, states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        count, top_k = top_k_index.shape
-        hidden = states.reshape(count, -1)
-        outputs = hidden.new_zeros(count * top_k, hidden.shape[-1])
-        chosen = top_k_index.flatten()
-        for expert in torch.unique(chosen).tolist():
-            indices = (chosen == expert).nonzero().flatten()
-            inner = self._gate(self._up[expert](hidden[indices // top_k]))
-            outputs[indices] = self._post(self._down[expert](inner))
-        weighted = (outputs * top_k_weights.reshape(-1, 1)).unflatten(0, (count, top_k))
-        total: torch.Tensor = weighted[:, 0]
-        for rank in range(1, top_k):
-            total = total + weighted[:, rank]
-        return total.to(hidden.dtype).view(states.shape)
+        up, down = (_pack_each(experts, name, kernels) for name in (first_of(experts), DOWN))
+        super().__init__(experts, up, down)
 
 
 class GluExperts(nn.Module):
@@ -194,19 +167,13 @@ def _pack_parallel_experts(experts: Any, kernels: ModuleType | None) -> PackedPa
     count, _, width = experts.weight.shape
     rows = torch.randn(2 * count, width, generator=torch.Generator().manual_seed(0)).to(experts.weight)
     packed = PackedParallelExperts(experts, kernels)
-    _check_packed(experts, packed(rows, [2] * count), experts(rows, [2] * count))
+    check_equal(experts, packed(rows, [2] * count), experts(rows, [2] * count))
     return packed
-
-
-def _check_packed(experts: nn.Module, output: torch.Tensor, expected: torch.Tensor) -> None:
-    difference = (output.float() - expected.float()).norm(dim=-1)
-    if not (difference <= EXPERTS_TOLERANCE[output.dtype] * expected.float().norm(dim=-1)).all():
-        raise ValueError(f"packed {type(experts).__name__} differ from the original")
 
 
 @torch.inference_mode()
 def _pack_experts(experts: Any, kernels: ModuleType | None) -> PackedExperts:
-    weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    weight = getattr(experts, first_of(experts))
     count, width = len(weight), weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * count, width, generator=generator).to(weight)
@@ -216,7 +183,7 @@ def _pack_experts(experts: Any, kernels: ModuleType | None) -> PackedExperts:
     expected = experts(rows, chosen % count, share)
     packed = PackedExperts(experts, kernels)
     output = packed(rows, chosen % count, share)
-    _check_packed(experts, output, expected)
+    check_equal(experts, output, expected)
     return packed
 
 
@@ -258,8 +225,8 @@ def _replace(parent: nn.Module, name: str, kernels: ModuleType | None) -> int:
     return nbytes
 
 
-def _has_stacked_experts(module: nn.Module) -> bool:
-    handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
+def _has_other_stacks(module: nn.Module) -> bool:
+    handled = isinstance(module, ExpertLayers | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
     handled = handled or is_parallel_experts(module)
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
@@ -277,13 +244,13 @@ def _packed(module: nn.Module, kernels: ModuleType | None) -> nn.Module | None:
         return pack_linear(module.weight, module.bias, kernels)
     if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
         return pack_linear(module.weight.T, module.bias, kernels)
-    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+    if has_stacked_experts(module):
         return _pack_experts(module, kernels)
     if _is_glu_experts(module):
         return _pack_experts(GluExperts(module), kernels)
     if is_parallel_experts(module):
         return _pack_parallel_experts(module, kernels)
-    if any(_has_stacked_experts(child) for child in module.children()):
+    if any(_has_other_stacks(child) for child in module.children()):
         return FixedRows(module)
     if next(module.children(), None) is not None:
         return None

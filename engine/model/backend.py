@@ -56,6 +56,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def keeps_experts(self) -> bool:
+        """Whether it also takes those of experts (``ExpertLayers``)."""
+        ...
+
+    @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes that the device multiplies fast enough to serve."""
         ...
@@ -129,6 +134,7 @@ class TorchBackend:
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
     keeps_codes = False
+    keeps_experts = False
     block_size = BLOCK_SIZE
 
     def __init__(self, device: torch.device) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType as Type
-
 from tests import gguf_files
 from tests.engine import quantized, test_fp8_weights, test_gguf, test_mxfp4, tiny
 from tests.engine.quantized import LAYOUTS, Layout
@@ -50,16 +48,9 @@ def _mxfp4(folder: Path) -> Started:
     return Started(folder)
 
 
-def _gguf(kind: Callable[[str], Type]) -> Callable[[Path], Started]:
-    def make(folder: Path) -> Started:
-        plain = test_gguf.checkpoint(folder, num_hidden_layers=2)
-        return Started(test_gguf.folder_of(gguf_files.of_folder(plain, kind).write(folder / "model-q.gguf")))
-
-    return make
-
-
-def _rounded(to: str) -> Callable[[Path], Started]:
-    return lambda folder: Started(tiny.save(tiny.config("qwen3_moe", **MOE), folder), {"quantize": to})
+def _gguf(folder: Path) -> Started:
+    file = gguf_files.of_folder(test_gguf.checkpoint(folder, num_hidden_layers=2), test_gguf.every_kind)
+    return Started(test_gguf.folder_of(test_gguf.written(file, folder)))
 
 
 MODELS: Mapping[str, Callable[[Path], Started]] = {
@@ -68,13 +59,13 @@ MODELS: Mapping[str, Callable[[Path], Started]] = {
     "compressed-tensors int4": _layout(LAYOUTS["compressed-int4-32-zeros"]),
     "compressed-tensors fp8": _layout(LAYOUTS["compressed-fp8-channel"]),
     "gptq int4 in activation order": _layout(LAYOUTS["gptq-4-64-act-order"]),
-    "gptq int8": _layout(LAYOUTS["gptq-8-64"]),
-    "gptq int4 experts": _layout(LAYOUTS["gptq-4-32"], "mixtral"),
+    "gptq int8 experts": _layout(LAYOUTS["gptq-8-64"], "mixtral"),
     "awq": _layout(LAYOUTS["awq-32"]),
     "fp8 blocks": _fp8,
     "mxfp4 experts": _mxfp4,
-    "gguf, every type": _gguf(test_gguf.every_kind),
-    "gguf Q4_K_M": _gguf(test_gguf.q4_k_m),
-    "--quantize int8": _rounded("int8"),
-    "--quantize int4": _rounded("int4"),
+    "gguf, a type for each matrix": _gguf,
+    "--quantize int8": lambda folder: Started(tiny.save(tiny.config("llama"), folder), {"quantize": "int8"}),
+    "--quantize int4, experts": lambda folder: Started(
+        tiny.save(tiny.config("qwen3_moe", **MOE), folder), {"quantize": "int4"}
+    ),
 }

@@ -85,20 +85,6 @@ def test_a_model_in_bfloat16_agrees_with_its_dequantized_weights(name: str, tmp_
 
 
 @pytest.mark.slow
-def test_experts_are_dequantized_and_other_layers_stay_quantized(tmp_path: Path) -> None:
-    folder = tiny.save(tiny.config("mixtral"), tmp_path)
-    is_chosen: Callable[[str], bool] = lambda name: "_proj" in name or ".experts." in name  # noqa: E731
-    model = quantized.quantize(folder, quantized.gptq(), is_chosen)
-    read = checkpoints.open(str(folder)).read(torch.float32, torch.device("cpu"), keep_codes=True)
-    coded = {name for name, module in read.named_modules() if isinstance(module, CodedLinear)}
-    assert coded
-    assert all("self_attn" in name for name in coded)
-    tokens = generated(serve(folder))
-    quantized.dequantize(folder, model)
-    assert generated(serve(folder)) == tokens
-
-
-@pytest.mark.slow
 def test_products_that_are_one_matrix_in_the_files_stay_quantized(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "phi3", sliding_window=None)
     quantized.quantize(folder, quantized.gptq())
@@ -114,6 +100,22 @@ def test_a_quantized_head_beside_plain_layers_is_served(tied: bool, tmp_path: Pa
     rewrite(folder, lambda had: had | {"lm_head.weight": had["model.embed_tokens.weight"].flip(0).clone()})
     model = quantized.quantize(folder, quantized.awq(), lambda name: name == "lm_head.weight")
     tokens = generated(serve(folder))
+    quantized.dequantize(folder, model)
+    assert generated(serve(folder)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("gptq-8-64", False), ("awq-32", True), ("compressed-int8-channel", True), ("compressed-fp8-block", False)],
+)
+def test_a_quantized_embedding_is_dequantized(name: str, tied: bool, tmp_path: Path) -> None:
+    """A head that is the embedding is dequantized with it."""
+    folder = checkpoint(tmp_path, tie_word_embeddings=tied)
+    model = quantized.quantize(folder, LAYOUTS[name], lambda each: each == "model.embed_tokens.weight")
+    device = serve(folder)
+    table = device.model.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(table, model["model.embed_tokens.weight"])
+    tokens = generated(device)
     quantized.dequantize(folder, model)
     assert generated(serve(folder)) == tokens
 

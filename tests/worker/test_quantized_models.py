@@ -23,7 +23,7 @@ from tests.worker.session_client import Router
 from tests.worker.test_migration import take_ticket
 
 RUN = make_run()
-PROMPT, WANTED, LOGPROBS = 30, 40, 2
+PROMPT, WANTED, LOGPROBS = 30, 24, 2
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ async def test_split_drain_and_a_lost_worker_give_the_text_of_one_worker(
         def after(position: int) -> Mapping[int, wire.TokenLogprobs]:
             return {at: each for at, each in alone.logprobs.items() if at >= position}
 
-        other.seconds = 0.1  # the run lasts for seconds, until it is drained
+        other.seconds = 0.15  # the run lasts for seconds, until it is drained
         await source.start(RUN, make("split"), await prefill.offer(RUN, make("split")))
         await source.until_tokens(RUN, 5)
         ticket = await take_ticket(source)
