@@ -1,9 +1,11 @@
 """A load that turns from long prompts to long answers, on two workers of each role, with fixed pools and balanced ones.
 
-    python -m bench.pools --seconds 90
+    python -m bench.pools --seconds 90                    engines that only take time
+    python -m bench.pools --seconds 35 --cores 0.2        models/tiny-python, each worker with 0.2 of a core; needs root
 
-Router, workers and Redis are processes of their own. The engines only take time, so that four fit on two cores. A
-request is in time if its first token comes within --ttft seconds, and each further one within --tpot on average.
+Router, workers and Redis are processes of their own. Engines that only take time get the rates of PHASES; real ones get
+OVERLOAD times the rate that the fixed pools reach with BURST requests at once. A request is in time if its first token
+comes within --ttft seconds, and each further one within --tpot on average.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from bench.deployment.cpu_share import add, cpu_share
 from bench.deployment.processes import READY_SECONDS, module_process, registered, router_address, serving
 from decant import models
 from decant.protos import inference_pb2 as pb
@@ -30,6 +33,7 @@ from decant.runtime.grpc_options import NO_PROXY
 from decant.state.private_redis import PrivateRedis
 
 MODEL = "m"
+KV_BYTES = str(256 << 20)
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 
 
@@ -52,33 +56,77 @@ class Outcome:
     error: str = ""
 
 
-async def measure(seconds: float, *, is_balanced: bool, folder: Path) -> tuple[list[Outcome], list[dict[str, Any]]]:
-    """Return the outcomes of all requests, and the moves that the router's log has."""
+OVERLOAD = 1.3
+"""Load of the fixed pool in each phase; with a third worker of the four it is 0.87."""
+BURST = 64
+
+
+async def run(options: argparse.Namespace, folder: Path) -> None:
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
-        shared = ["--redis-url", redis.url, "--port", "0", "--log-format", "json"]
+        shared = ("--redis-url", redis.url, "--port", "0", "--log-format", "json")
         for id in WORKERS:
-            command = ["bench.deployment.sized_worker", id.partition("-")[0], "--model", str(models.path())]
-            command += ["--model-id", MODEL, "--id", id, "--token-budget", "256", "--max-running", "32", *shared]
-            await stack.enter_async_context(module_process(command, folder / f"{id}.log"))
-        command = ["router", "--models", f"{MODEL}={models.path()}", "--handoff-min-tokens", "0", *shared]
-        command += ["--balance-pools"] if is_balanced else []
+            await start_worker(stack, id, options.cores, shared, folder / f"{id}.log")
         async with asyncio.timeout(READY_SECONDS):
             await registered(redis.url, len(WORKERS))
-            await stack.enter_async_context(module_process(command, folder / "router.log"))
-            address = await router_address(redis.url)
+        phases: Sequence[Phase] = PHASES
+        for is_balanced in (False, True):
+            log = folder / f"router-{is_balanced}.log"
+            async with router(redis.url, shared, log, is_balanced=is_balanced) as address:
+                if options.cores is not None and not is_balanced:
+                    phases = [replace(phase, rate=OVERLOAD * await capacity(address, phase)) for phase in PHASES]
+                outcomes = await offer(address, phases, options.seconds)
+            rates = {phase.name: round(phase.rate, 2) for phase in phases}
+            results = {"balanced": is_balanced, "rates": rates, **summary(outcomes, options.ttft, options.tpot)}
+            print(json.dumps({**results, "moves": moves(log)}), flush=True)
+
+
+async def start_worker(stack: AsyncExitStack, id: str, cores: float | None, shared: Sequence[str], log: Path) -> None:
+    role, own = id.partition("-")[0], ["--model", str(models.path()), "--model-id", MODEL, "--id", id]
+    own += ["--token-budget", "256", "--max-running", "32", *shared]
+    if cores is None:
+        await stack.enter_async_context(module_process(["bench.deployment.sized_worker", role, *own], log))
+        return
+    group = stack.enter_context(cpu_share(id, cores))
+    command = [f"decant.{role}_worker", "--threads", "1", "--kv-bytes", KV_BYTES, *own]
+    add(group, (await stack.enter_async_context(module_process(command, log))).pid)
+
+
+@asynccontextmanager
+async def router(url: str, shared: Sequence[str], log: Path, *, is_balanced: bool) -> AsyncIterator[str]:
+    command = ["router", "--models", f"{MODEL}={models.path()}", "--handoff-min-tokens", "0", *shared]
+    async with module_process([*command, *(["--balance-pools"] if is_balanced else [])], log):
+        async with asyncio.timeout(READY_SECONDS):
+            address = await router_address(url)
             await serving(address)
-        outcomes = await offer(address, seconds)
-    lines = [json.loads(line) for line in (folder / "router.log").read_text().splitlines() if line.startswith("{")]
+        yield address
+
+
+def moves(log: Path) -> list[dict[str, Any]]:
+    """What the router's log has of the workers and sequences that it moved."""
     events = ("worker changes pools", "sequences leave a crowded worker")
-    return outcomes, [line for line in lines if line["event"] in events]
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    keys = ("event", "worker", "role", "sequences")
+    return [{key: line[key] for key in keys if key in line} for line in lines if line["event"] in events]
 
 
-async def offer(address: str, seconds: float) -> list[Outcome]:
+async def capacity(address: str, phase: Phase) -> float:
+    """Requests per second that end while BURST of them are there at first."""
+    draw, outcomes = random.Random(2), [Outcome(phase.name) for _ in range(BURST)]
+    began = time.monotonic()
+    async with grpc.aio.insecure_channel(address, NO_PROXY) as channel, asyncio.TaskGroup() as tasks:
+        for outcome in outcomes:
+            tasks.create_task(send(services.InferenceServiceStub(channel), phase, draw, outcome))
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        raise RuntimeError(f"{phase.name}: {errors[0]}")
+    return BURST / (time.monotonic() - began)
+
+
+async def offer(address: str, phases: Sequence[Phase], seconds: float) -> list[Outcome]:
     draw, outcomes = random.Random(1), list[Outcome]()
     async with grpc.aio.insecure_channel(address, NO_PROXY) as channel, asyncio.TaskGroup() as tasks:
         stub = services.InferenceServiceStub(channel)
-        for phase in PHASES:
+        for phase in phases:
             due = time.monotonic()
             until = due + seconds
             while (due := due + draw.expovariate(phase.rate)) < until:
@@ -128,12 +176,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0, help="duration of each phase")
     parser.add_argument("--ttft", type=float, default=3.0, help="seconds until the first token")
     parser.add_argument("--tpot", type=float, default=0.1, help="seconds per further token")
+    parser.add_argument("--cores", type=float, help="real engines, each with this share of a core; unset: timed ones")
     options = parser.parse_args()
-    for is_balanced in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes, moves = asyncio.run(measure(options.seconds, is_balanced=is_balanced, folder=Path(folder)))
-        moved = [{key: line[key] for key in ("event", "worker", "role", "sequences") if key in line} for line in moves]
-        print(json.dumps({"balanced": is_balanced, **summary(outcomes, options.ttft, options.tpot), "moves": moved}))
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(options, Path(folder)))
 
 
 if __name__ == "__main__":
