@@ -69,7 +69,19 @@ class StreamKeepalive:
 class KeptStream:
     """Messages of one request to its client. Those of a call with several requests share the order of its writes."""
 
-    __slots__ = ("_call", "_has_all", "_keepalive", "_message_at", "_now", "_seq", "_task", "_write", "key", "sent_at")
+    __slots__ = (
+        "_call",
+        "_has_all",
+        "_is_writing",
+        "_keepalive",
+        "_message_at",
+        "_now",
+        "_seq",
+        "_task",
+        "_write",
+        "key",
+        "sent_at",
+    )
 
     def __init__(
         self, keepalive: StreamKeepalive, call: AuthenticatedCall, key: RequestKey, write: Write, seq: int
@@ -80,7 +92,7 @@ class KeptStream:
         self._call = call
         self._write = write
         self._seq = seq
-        self._has_all = False
+        self._has_all = self._is_writing = False
         self._now = asyncio.get_running_loop().time
         self._message_at = self.sent_at = self._now()
         self._task: asyncio.Task[None] | None = None
@@ -103,8 +115,10 @@ class KeptStream:
         waiting = self._keepalive.describe(self.key)
         waiting.silent_ms = 1000 * (self._now() - self._message_at)
         message = pb.GenerateStreamResponse(request_id=self.key.id, seq=self._seq, waiting=waiting)
+        self._is_writing = True
         with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the client has left: its call ends by itself
             await self._write(message)
+        self._is_writing = False
 
     def __enter__(self) -> Self:
         self._keepalive.open(self)
@@ -114,5 +128,7 @@ class KeptStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._keepalive.close(self)
-        if self._task is not None:
+        # A write that has begun keeps its turn until gRPC has sent its message or the call ends: if another request of
+        # the call wrote meanwhile, its message would be lost, and the call would not end.
+        if self._task is not None and not self._is_writing:
             self._task.cancel()

@@ -133,9 +133,9 @@ def test_a_client_that_reads_late_gets_no_pile_of_messages_and_the_answer_in_ord
     assert kinds == ["waiting", "delta", "finished"]
 
 
-def test_a_stream_that_ends_with_an_error_leaves_no_task() -> None:
+def test_a_message_that_is_on_its_way_when_its_stream_ends_keeps_its_turn() -> None:
     context = Context()
-    context.busy_s = 1e9
+    context.busy_s = 10 * SILENT_S
 
     async def answer() -> None:
         keepalive, call = StreamKeepalive(SILENT_S, progress), call_of(context)
@@ -143,6 +143,23 @@ def test_a_stream_that_ends_with_an_error_leaves_no_task() -> None:
             await call.send_acceptance()
             await asyncio.sleep(2 * SILENT_S)
             assert call.is_sending
+        await call.write(delta(1))  # of another request of the call
+        assert len(asyncio.all_tasks()) == 1
+
+    virtual_time.run(answer())
+    (first, waiting), (then, other) = context.received
+    assert (waiting.HasField("waiting"), other) == (True, delta(1))
+    assert then >= first + context.busy_s, "gRPC takes one message at a time: it loses the other, and the call hangs"
+
+
+def test_a_message_that_is_not_on_its_way_when_its_stream_ends_is_not_sent() -> None:
+    context = Context()
+
+    async def answer() -> None:
+        keepalive, call = StreamKeepalive(SILENT_S, progress), call_of(context)
+        with keepalive.keep(call, "r", call.write) as kept:
+            await call.send_acceptance()
+            kept.send_waiting()
         await virtual_time.settle()
         assert len(asyncio.all_tasks()) == 1
 
