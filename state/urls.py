@@ -210,6 +210,8 @@ def _check_tls(connection: SSLConnection, options: Mapping[str, Any]) -> None:
                 pass
         except OSError as error:
             raise BadUrl(f"{name}: a file that can be read ({error.strerror})", options[name]) from None
+    if "ssl_keyfile" in options and "ssl_certfile" not in options:
+        raise BadUrl("ssl_certfile beside ssl_keyfile", "ssl_keyfile alone")
     try:
         connection.ssl_context.get()
     except (OSError, ValueError, RedisError) as error:

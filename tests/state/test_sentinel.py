@@ -210,6 +210,7 @@ def test_a_url_names_sentinels_service_database_and_credentials(tmp_path: Path) 
         ("rediss://one?ssl_ca_certs=/no/ca", r"ssl_ca_certs: a file that can be read \(No such.+\), got /no/ca"),
         ("rediss+cluster://one?ssl_certfile=/no/c", "ssl_certfile: a file that can be read .+ got /no/c"),
         ("rediss+sentinel://one/main?ssl_keyfile=/tmp", r"ssl_keyfile: a file that can be read \(Is a directory\)"),
+        (f"rediss://one?ssl_keyfile={__file__}", "ssl_certfile beside ssl_keyfile, got ssl_keyfile alone"),
         (f"rediss://one?ssl_ca_certs={__file__}", "options ssl_\\* that fit together, with PEM files, got"),
         ("http://one", "begins with one of redis://, rediss://, unix://, redis\\+sentinel://"),
     ],
