@@ -172,7 +172,8 @@ def requests(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import requests as listing
 
     with one_line_errors():
-        if not listing.run(*_directory_of(ctx.params), as_json=as_json):
+        redis, _ = _directory_of(ctx.params)  # a deployment's own TLS is that of its workers
+        if not listing.run(redis, opt.tls_from(ctx.params), as_json=as_json):
             raise SystemExit(1)
 
 

@@ -197,6 +197,10 @@ def test_tls_variables_are_those_of_routers_and_peer_variables_are_set_when_a_pr
     assert plan(public).peers is None
     with pytest.raises(CommandFailed, match="DECANT_PEER_CA: needs DECANT_PEER_CERTIFICATE, DECANT_PEER_KEY"):
         plan({"DECANT_PEER_CA": "/a"})
+    administered = {**public, "DECANT_TLS_CLIENT_CA": "/a", "DECANT_ADMIN_NAME": "n"}
+    assert plan(administered).routers[0].environment == administered
+    with pytest.raises(InvalidSettings, match="DECANT_ADMIN_NAME: needs tls_client_ca"):
+        plan({"DECANT_ADMIN_NAME": "n"})
 
 
 @pytest.mark.parametrize("name", ["DECANT_BLOK_SIZE", "DECANT_ID", "DECANT_PORT", "DECANT_ADVERTISE", "DECANT_THREADS"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from decant.command.deployment.deployments import Deployment, DeploymentRecord
 from decant.protos import inference_pb2 as pb
 from decant.protos import router_admin_pb2 as wire
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
@@ -144,3 +146,17 @@ async def test_the_command_reports_a_router_that_names_no_administrators(store: 
         done = await asyncio.to_thread(run, "requests", "--redis-url", server.url)
     assert done.exit_code == 1
     assert done.stdout == f"router-1: {address}: it names no administrators: set --admin-name\n"
+
+
+async def test_the_command_does_not_call_the_routers_of_this_machine_with_the_tls_of_their_workers(
+    store: Store, server: PrivateRedis, files: PeerFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    peers = {"ca": str(files.ca), "certificate": str(files.certificate), "key": str(files.key), "name": PEER_NAME}
+    async with core(store, ()) as router, serving(router, None) as address:
+        await store.routers.register(RouterRegistration(peer=new_peer("router-1"), address=address))
+        with DeploymentRecord() as record:
+            record.write(Deployment(os.getpid(), (address,), server.url, peers))
+            for options in ((), ("--redis-url", server.url)):
+                done = await asyncio.to_thread(run, "requests", *options)
+                assert done.stdout == f"router-1: {address}: it names no administrators: set --admin-name\n"

@@ -2,6 +2,7 @@
 
     DECANT_PEER_CA, _CERTIFICATE, _KEY, _NAME     shown to workers, by routers, workers and `decant audit`
     DECANT_TLS_CERTIFICATE, _KEY, _CLIENT_CA      a worker's server; those of a router are for its clients
+    DECANT_ADMIN_NAME                             among the clients of routers; all processes here administer workers
 
 DECANT_PEER_* of the environment replace them, for workers shared by several deployments.
 """
@@ -17,7 +18,7 @@ from decant.runtime.connections.tls import PeerTls, ServerTls
 from decant.runtime.settings import variable_name
 
 OF_PEERS = frozenset(variable_name(name) for name in PeerTls.model_fields)
-OF_SERVERS = frozenset(variable_name(name) for name in ServerTls.model_fields)
+OF_SERVERS = frozenset(variable_name(name) for name in (*ServerTls.model_fields, "admin_name"))
 _NEEDED = tuple(variable_name(f"peer_{name}") for name in ("ca", "certificate", "key"))
 
 
