@@ -51,9 +51,8 @@ def show(answers: list[RouterRequests], console: Console) -> None:
     for one, router in sorted(requests, key=lambda pair: -pair[0]["age_s"]):
         counts = (one["prompt_tokens"], one["output_tokens"], one["attempt"])
         workers = (one["prefill_worker"], one["decode_worker"])
-        table.add_row(
-            f"{one['age_s']:.1f} s", one["state"], *map(str, counts), *workers, router, one["tenant"], one["id"]
-        )
+        cells = (f"{one['age_s']:.1f} s", one["state"], *map(str, counts), *workers, router, one["tenant"], one["id"])
+        table.add_row(*map(status.safe_text, cells))  # a client chose the id
     if table.row_count:
         console.print(table)
     for answer in answers:

@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from decant.command.deployment import deployments
 from decant.command.deployment.deployments import Deployment
@@ -179,6 +180,11 @@ def new_table(*names: str) -> Table:
     for name in names:
         table.add_column(name, overflow="fold")
     return table
+
+
+def safe_text(text: str, style: str = "") -> Text:
+    """Make text that may be another program's, without markup and control sequences."""
+    return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text), style)
 
 
 def _plain(message: Any) -> dict[str, Any]:

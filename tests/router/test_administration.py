@@ -13,7 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
+from decant.command import requests as listing
 from decant.command.deployment.deployments import Deployment, DeploymentRecord
+from decant.command.requests import RouterRequests
+from decant.command.status import new_console
 from decant.protos import inference_pb2 as pb
 from decant.protos import router_admin_pb2 as wire
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
@@ -160,3 +163,15 @@ async def test_the_command_does_not_call_the_routers_of_this_machine_with_the_tl
             for options in ((), ("--redis-url", server.url)):
                 done = await asyncio.to_thread(run, "requests", *options)
                 assert done.stdout == f"router-1: {address}: it names no administrators: set --admin-name\n"
+
+
+def test_an_id_that_a_client_chose_is_no_markup_and_no_control_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [wire.OpenRequest(id=id) for id in ("[/x]", "[bold]b", "a\x1b[31mb\nc")]
+    listing.show([RouterRequests("router-1", wire.ListRequestsResponse(total=3, requests=requests))], new_console())
+    header, *rows, count = capsys.readouterr().out.splitlines()
+    assert [row.split()[-1] for row in rows] == [
+        "[/x]",
+        "[bold]b",
+        "a\N{REPLACEMENT CHARACTER}[31mb\N{REPLACEMENT CHARACTER}c",
+    ]
+    assert (header.split()[-1], count) == ("id", "router-1: 3 in flight")

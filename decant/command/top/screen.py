@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from decant.command.status import safe_text
 from decant.command.top.figures import (
     DECODE,
     PREFILL,
@@ -37,7 +38,9 @@ def render(snapshot: Snapshot, width: int, height: int | None) -> RenderableType
     for table in tables:
         if table.row_count:
             parts += [table, Text()]
-    problems = [_text(f"{one.name}: {one.state}", _BAD) for one in snapshot.processes if one.state != _short(one.state)]
+    problems = [
+        safe_text(f"{one.name}: {one.state}", _BAD) for one in snapshot.processes if one.state != _short(one.state)
+    ]
     parts += [*problems, Text()] if problems else []
     used = sum(table.row_count for table in tables) + len(parts)
     listed = _LISTED if height is None else max(0, height - used - _AROUND_REQUESTS)
@@ -60,12 +63,7 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def _add_row(table: Table, *cells: str | Text) -> None:
-    table.add_row(*(_text(cell) if isinstance(cell, str) else cell for cell in cells))
-
-
-def _text(text: str, style: str = "") -> Text:
-    """Make text that may be another program's, without markup and control sequences."""
-    return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text), style)
+    table.add_row(*(safe_text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _models(snapshot: Snapshot, is_wide: bool) -> Table:
@@ -148,7 +146,7 @@ def _requests(snapshot: Snapshot, listed: int, is_wide: bool) -> Iterator[Render
 def _state(one: ProcessFigures) -> Text:
     state = _short(one.state)
     is_bad = one.figures is None and (state.startswith(("lost", "no answer", "failed")))
-    return _text(state, _GOOD if state == "ready" else _BAD if is_bad else _WARNING)
+    return safe_text(state, _GOOD if state == "ready" else _BAD if is_bad else _WARNING)
 
 
 def _short(state: str) -> str:
