@@ -155,7 +155,8 @@ async def test_the_command_does_not_call_the_routers_of_this_machine_with_the_tl
     store: Store, server: PrivateRedis, files: PeerFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    peers = {"ca": str(files.ca), "certificate": str(files.certificate), "key": str(files.key), "name": PEER_NAME}
+    peers: dict[str, str | None] = {"ca": str(files.ca), "certificate": str(files.certificate), "key": str(files.key)}
+    peers["name"] = PEER_NAME
     async with core(store, ()) as router, serving(router, None) as address:
         await store.routers.register(RouterRegistration(peer=new_peer("router-1"), address=address))
         with DeploymentRecord() as record:
