@@ -62,7 +62,7 @@ class RouterSettings(MemberSettings):
         ge=0,
         le=3_600,
         description="seconds without a message after which a stream sends `waiting`, so that proxies with an idle "
-        "limit above that do not cut it; 0: never",
+        "limit above that do not cut it; 0: never, else at least 0.01",
     )
     result_memory: str | None = Field(
         default=None,
@@ -95,6 +95,15 @@ class RouterSettings(MemberSettings):
             return size if size is None or parse_byte_size(size) else None
         except ValueError:
             raise SettingError("result_memory", BYTE_SIZE, size) from None
+
+    @field_validator("stream_keepalive_seconds")
+    @classmethod
+    def _stream_keepalive_seconds(cls, seconds: float) -> float:
+        if 0 < seconds < 0.01:
+            raise SettingError(
+                "stream_keepalive_seconds", "0, or at least 0.01", seconds
+            )  # its timer would fill a core
+        return seconds
 
     @field_validator("objectives")
     @classmethod

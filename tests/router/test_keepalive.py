@@ -4,6 +4,7 @@ import asyncio
 from itertools import pairwise
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,9 @@ from decant.router.api.auth import DEFAULT_TENANT, AuthenticatedCall, Tenant
 from decant.router.api.keepalive import LOOKS, StreamKeepalive
 from decant.router.kserve.tensors import STREAM, TEXT_INPUT
 from decant.router.request.token_stream import TokenStream
+from decant.router.settings import RouterSettings
+from decant.runtime.settings import InvalidSettings
+from decant.runtime.settings_sources import load
 from decant.state.ids import RequestKey
 from tests.router import virtual_time
 from tests.router.factories import AT_LENGTH, valid, write
@@ -232,3 +236,11 @@ async def test_a_kserve_stream_gets_an_empty_piece_of_text() -> None:
         assert piece == b"\0\0\0\0"
         write(stream, 5, end=AT_LENGTH)
         assert await all_of(call)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0.009", "1e-9", "nan", "3601"])
+def test_a_time_that_would_keep_the_timer_busy_is_refused(seconds: str) -> None:
+    with pytest.raises(InvalidSettings, match=r"--stream-keepalive-seconds.+, got"):
+        load(RouterSettings, ["--models", "m", "--stream-keepalive-seconds", seconds], {})
+    for allowed in ("0", "0.01"):
+        load(RouterSettings, ["--models", "m", "--stream-keepalive-seconds", allowed], {})
