@@ -14,7 +14,8 @@ import grpc
 
 from decant.runtime.errors import PermissionDenied
 
-_NAMES = "x509_subject_alternative_name"
+_NAMES = "peer_dns"
+"""gRPC's property of DNS names alone; ``x509_subject_alternative_name`` has addresses of mail and URIs among them."""
 
 
 class CallerRoles:

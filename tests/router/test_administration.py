@@ -7,11 +7,17 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from decant.command import requests as listing
 from decant.command.deployment.deployments import Deployment, DeploymentRecord
@@ -176,3 +182,36 @@ def test_an_id_that_a_client_chose_is_no_markup_and_no_control_sequence(capsys: 
         "a\N{REPLACEMENT CHARACTER}[31mb\N{REPLACEMENT CHARACTER}c",
     ]
     assert (header.split()[-1], count) == ("id", "router-1: 3 in flight")
+
+
+@pytest.mark.parametrize("kind", [x509.DNSName, x509.RFC822Name, x509.UniformResourceIdentifier])
+async def test_an_administrators_name_is_a_dns_name(store: Store, files: PeerFiles, tmp_path: Path, kind: Any) -> None:
+    """An authority of clients may sign any address of mail, or any URI."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "client")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(own, own, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([kind(ADMIN_NAME)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    client = PeerTls(
+        peer_ca=files.ca,
+        peer_certificate=_written(tmp_path / "client.crt", certificate.public_bytes(Encoding.PEM)),
+        peer_key=_written(
+            tmp_path / "client.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        ),
+        peer_name=PEER_NAME,
+    )
+    tls = {**mutual_tls(files), "tls_client_ca": client.peer_certificate}
+    async with core(store, ()) as router, serving(router, **tls) as address, open_channel(address, client) as channel:
+        call = RouterAdminStub(channel).ListRequests(wire.ListRequestsRequest(), timeout=PATIENCE)
+        if kind is x509.DNSName:
+            await call
+        else:
+            assert await refusal(call) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
