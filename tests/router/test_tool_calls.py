@@ -208,6 +208,21 @@ def test_texts_are_streamed_as_they_arrive_and_other_values_when_they_end():
     assert made == ["{", '"city": "Zü', '\\"', "\\nrich", '", "count": ', "", "12}"]
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "piece"),
+    [
+        ("hermes", "<tool_call>", " " * 64),
+        ("qwen3-coder", "<tool_call><function=", "a" * 64),
+        ("qwen3-coder", "<tool_call><function=now>", " " * 64),
+        ("qwen3-coder", "<tool_call><function=now><parameter=", "a" * 64),
+    ],
+)
+def test_what_might_still_become_a_call_is_not_held_without_end(name, begin, piece):
+    parser = CallParser(BY_NAME[name], TOOLS, "r/0")
+    text = parser.add(begin).text + "".join(parser.add(piece).text for _ in range(100))
+    assert len(text) > 64 * 100 - 2048
+
+
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 def test_a_template_declares_its_format(name):
     expected = {"qwen": "hermes"}.get(name, name.replace("_", "-"))

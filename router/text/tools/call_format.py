@@ -12,8 +12,10 @@ from decant.router.text.tools.json_arguments import JsonObject, Reading
 
 
 class Part(Enum):
-    SPACE = re.compile(r"\s*")
-    NAME = re.compile(r"[A-Za-z0-9_.-]+")
+    """Bounded, since text is held and read again until what follows them is known."""
+
+    SPACE = re.compile(r"\s{0,1024}")
+    NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 SPACE, NAME = Part.SPACE, Part.NAME

@@ -26,9 +26,12 @@ NAME = r"[^<>\n]{1,64}"
 """Of a parameter, in a grammar."""
 MAX_DEPTH = 16
 """Of references and alternatives, in the search for the types of a parameter."""
-_BEGIN = re.compile(rf"\s*{BEGIN}([^<>\n]+)>")
-_PARTIAL_BEGIN = re.compile(rf"{BEGIN}[^<>\n]*")
-_LAST = re.compile(rf"\s*{LAST}")
+MAX_HELD = 1024
+"""Of white space and of a name that a model writes, which are held until what follows them is known."""
+_SPACE = rf"\s{{0,{MAX_HELD}}}"
+_BEGIN = re.compile(rf"{_SPACE}{BEGIN}([^<>\n]{{1,{MAX_HELD}}})>")
+_PARTIAL_BEGIN = re.compile(rf"{BEGIN}[^<>\n]{{0,{MAX_HELD}}}")
+_LAST = re.compile(_SPACE + LAST)
 _VALUE_END = "\n" + END
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 """JSON of words that models also write with a capital letter."""
@@ -75,7 +78,7 @@ class XmlParameters:
             return Reading("}", found.end(), True)
         rest = text.lstrip()
         may_come = LAST.startswith(rest) or BEGIN.startswith(rest) or _PARTIAL_BEGIN.fullmatch(rest) is not None
-        return None if may_come else Reading("}", 0, True)
+        return None if may_come and len(text) - len(rest) <= MAX_HELD else Reading("}", 0, True)
 
     def _break(self, text: str, _: bool) -> Reading | None:
         if not text:
