@@ -21,6 +21,7 @@ from decant.router.text.served_model import ServedModel, served
 from decant.router.text.tools.call_format import CallFormat
 from decant.router.text.tools.call_parser import CallParser, Parsed, call_id, whole_calls
 from decant.router.text.tools.formats import FORMATS, format_of
+from decant.router.text.tools.xml_parameters import XmlParameters
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import find
 from tests.router.chat_templates import CHATML
@@ -221,6 +222,19 @@ def test_what_might_still_become_a_call_is_not_held_without_end(name, begin, pie
     parser = CallParser(BY_NAME[name], TOOLS, "r/0")
     text = parser.add(begin).text + "".join(parser.add(piece).text for _ in range(100))
     assert len(text) > 64 * 100 - 2048
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
+def test_alternatives_that_refer_to_one_another_are_looked_at_once(keyword):
+    loop = {keyword: [{"$ref": f"#/$defs/{name}"} for name in "ab" for _ in range(100)]}
+    known = {"anyOf": [{"const": number} for number in range(1000)]}
+    schema = {
+        "properties": {"loop": {"$ref": "#/$defs/a"}, "known": {"$ref": "#/$defs/c"}},
+        "$defs": {"a": loop, "b": loop, "c": known},
+    }
+    text = xml("f", loop="1", known="2").removeprefix("<tool_call>\n<function=f>\n")
+    read = XmlParameters(json.dumps(schema)).read(text, is_over=True)  # without end, were each path looked at
+    assert read.piece == '{"loop": "1", "known": 2}'
 
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)

@@ -37,14 +37,15 @@ def parameter_rules(rule: str, schema: Schema) -> Rules:
         name = f"{lark_literal(BEGIN)} /{NAME}/ {lark_literal('>' + chr(10))}"
         return Rules(f"{rule}_any*", [f"{rule}_any: {name} {rule}_text", *_text(f"{rule}_text", {})])
     terms, lines = [], []
+    types, required = types_of(schema), frozenset(schema.get("required", ()))
     for place, (name, part) in enumerate((properties or {}).items()):
         element = f"{rule}_{place}"
         lines += [f"{element}: {lark_literal(f'{BEGIN}{name}>{chr(10)}')} {element}_value"]
-        if _has_text(schema, name):
+        if is_text(types[name]):
             lines += _text(f"{element}_value", _resolved(part, schema))
         else:
             lines.append(_json(f"{element}_value", part, schema))
-        terms.append(element + "?" * (name not in schema.get("required", ())))
+        terms.append(element + "?" * (name not in required))
     return Rules(" ".join(terms), lines)
 
 
@@ -56,7 +57,7 @@ def check_parameters(field: str, schema: Schema) -> None:
 
     for keyword in schema.keys() - _OF_OBJECTS:
         refuse("keywords of objects with properties", f"{keyword} at #")
-    properties = schema.get("properties", {})
+    properties, types = schema.get("properties", {}), types_of(schema)
     for name in schema.get("required", ()):
         if name not in properties:
             refuse("required names that are among the properties", name)
@@ -66,7 +67,7 @@ def check_parameters(field: str, schema: Schema) -> None:
             refuse("names of parameters of 1 to 64 characters without <, > and line breaks", name)
         if part is False:
             refuse("properties that may be there", place)
-        if _has_text(schema, name):
+        if is_text(types[name]):
             limits = _resolved(part, schema)
             for keyword in limits.keys() - _OF_TEXTS:
                 refuse("texts with enum, const, minLength and maxLength alone", f"{keyword} at {place}")
@@ -75,10 +76,6 @@ def check_parameters(field: str, schema: Schema) -> None:
                 refuse(f"at least one text, and none with {END}", f"the texts at {place}")
         elif other := next((path for path in _references(part) if not _is_definition(path)), None):
             refuse("references to $defs or definitions", f"{other} at {place}")
-
-
-def _has_text(schema: Schema, name: str) -> bool:
-    return is_text(types_of(schema, name))
 
 
 def _resolved(part: Any, schema: Schema) -> Mapping[str, Any]:

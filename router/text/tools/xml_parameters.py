@@ -38,15 +38,16 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 Schema = Mapping[str, Any]
+Types = Mapping[str, frozenset[str]]
 
 
 class XmlParameters:
     """Reader of the arguments for a tool with this schema: texts as they arrive, other values when they end."""
 
-    __slots__ = ("_comma", "_schema", "_searched", "_step", "_types")
+    __slots__ = ("_comma", "_searched", "_step", "_types", "_types_of")
 
     def __init__(self, parameters: str) -> None:
-        self._schema = _object_in(parameters)
+        self._types_of = types_of(_object_in(parameters))
         self._types: frozenset[str] = frozenset()
         self._comma = ""
         self._searched = 0
@@ -71,7 +72,7 @@ class XmlParameters:
         if (found := _BEGIN.match(text)) is not None:
             name = found[1]
             piece = f"{self._comma}{_quoted(name)}: "
-            self._types, self._comma = types_of(self._schema, name), ", "
+            self._types, self._comma = self._types_of.get(name, frozenset()), ", "
             self._step, self._searched = (self._break, 0) if is_text(self._types) else (self._json, 0)
             return Reading(piece, found.end(), False)
         if (found := _LAST.match(text)) is not None:
@@ -104,10 +105,13 @@ class XmlParameters:
         return Reading(text.strip("\n"), len(text), False) if is_over and text else None
 
 
-def types_of(schema: Schema, name: str) -> frozenset[str]:
-    """JSON types of a parameter; none: its schema does not say."""
+def types_of(schema: Schema) -> Types:
+    """JSON types of each parameter, in time by the size of the schema; none: its schema does not say."""
     properties = schema.get("properties")
-    return _types(properties.get(name) if isinstance(properties, dict) else None, schema, 0)
+    if not isinstance(properties, dict):
+        return {}
+    search = _Search(schema)
+    return {name: search.types(part, 0) for name, part in properties.items()}
 
 
 def is_text(types: frozenset[str]) -> bool:
@@ -115,26 +119,40 @@ def is_text(types: frozenset[str]) -> bool:
     return types <= {"string"}
 
 
-def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+class _Search:
+    """Search for types in a schema, of which each part is looked at once: alternatives may refer to one another."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._found: dict[int, frozenset[str]] = {}
+        """By the id of a part; of one whose search has not ended, none."""
+
+    def types(self, part: Any, depth: int) -> frozenset[str]:
+        if not isinstance(part, dict) or depth > MAX_DEPTH:
+            return frozenset()
+        if id(part) not in self._found:
+            self._found[id(part)] = frozenset()
+            self._found[id(part)] = self._types(part, depth)
+        return self._found[id(part)]
+
+    def _types(self, part: Schema, depth: int) -> frozenset[str]:
+        match part:
+            case {"$ref": str() as path}:
+                return self.types(target_of(self._root, path), depth + 1)
+            case {"type": str() as name}:
+                return frozenset({name})
+            case {"type": list() as names}:
+                return frozenset(name for name in names if isinstance(name, str))
+            case {"const": value}:
+                return frozenset({_type(value)})
+            case {"enum": list() as values}:
+                return frozenset(map(_type, values))
+            case {"anyOf": list() as parts} | {"oneOf": list() as parts}:
+                found = [self.types(each, depth + 1) for each in parts]
+                return frozenset().union(*found) if all(found) else frozenset()
+            case {"allOf": list() as parts}:
+                return next(filter(None, (self.types(each, depth + 1) for each in parts)), frozenset())
         return frozenset()
-    match schema:
-        case {"$ref": str() as path}:
-            return _types(target_of(root, path), root, depth + 1)
-        case {"type": str() as name}:
-            return frozenset({name})
-        case {"type": list() as names}:
-            return frozenset(name for name in names if isinstance(name, str))
-        case {"const": value}:
-            return frozenset({_type(value)})
-        case {"enum": list() as values}:
-            return frozenset(map(_type, values))
-        case {"anyOf": list() as parts} | {"oneOf": list() as parts}:
-            found = [_types(part, root, depth + 1) for part in parts]
-            return frozenset().union(*found) if all(found) else frozenset()
-        case {"allOf": list() as parts}:
-            return next(filter(None, (_types(part, root, depth + 1) for part in parts)), frozenset())
-    return frozenset()
 
 
 def target_of(root: Schema, path: str) -> Any:
