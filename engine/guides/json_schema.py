@@ -94,6 +94,14 @@ class _Checker:
                 self._refuse(path, "a reference within the schema, which begins with #", value)
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" if not _is_number(value):
                 self._refuse(path, "a number", value)
+            case "required" if not _is_texts(value):
+                self._refuse(path, "a list of names", value)
+            case "enum" if not isinstance(value, list):
+                self._refuse(path, "a list of values", value)
+            case "type" if not isinstance(value, str) and not _is_texts(value):
+                self._refuse(path, "the name of a type, or a list of such names", value)
+            case "minLength" | "maxLength" if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                self._refuse(path, "a whole number of at least 0", value)
             case name if name in _SCHEMAS and not isinstance(value, list):
                 self._refuse(path, "a list of schemas", value)
             case name if name in _NAMED_SCHEMAS and not isinstance(value, Mapping):
@@ -127,6 +135,10 @@ def _unwritable(value: Any) -> str | None:
             case dict(entries):
                 left += [*entries, *entries.values()]
     return None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _is_number(value: Any) -> bool:

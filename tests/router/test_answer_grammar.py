@@ -19,6 +19,7 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.text.served_model import ServedModel, served
 from decant.router.text.tools.formats import FORMATS
+from decant.router.text.tools.xml_grammar import parameter_rules
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import find
 from tests.router.factories import valid
@@ -228,6 +229,19 @@ ELEMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"properties": {"x": {"items": {"$ref": "#"}, "type": "array"}}}, "references to", "# at #/properties/x"),
     ({"properties": {}, "required": ["x"]}, "required names", "x"),
     ({"properties": {}, "minProperties": 1}, "keywords of objects", "minProperties at #"),
+    ({"additionalProperties": {"type": "integer"}}, "all texts or nothing", "#/additionalProperties"),
+    ({"additionalProperties": {"type": "string", "minLength": 1}}, "all texts or nothing", "#/additionalProperties"),
+    ({"properties": {"x": {"minLength": "0}/ | /.{0"}}}, "#/properties/x/minLength: a whole number", "0}/ | /.{0"),
+    ({"properties": {"x": {"maxLength": -1}}}, "#/properties/x/maxLength: a whole number", "-1"),
+    ({"properties": {"x": {"enum": "ab"}}}, "#/properties/x/enum: a list", "ab"),
+    ({"properties": {"x": {"type": 5}}}, "#/properties/x/type: the name of a type", "5"),
+    ({"properties": {"x": {}}, "required": "x"}, "#/required: a list of names", "x"),
+    ({"required": 5}, "#/required: a list of names", "5"),
+    (
+        {"$defs": {"d": {"title": "d" * 9999}}, "properties": {name: {"type": "integer"} for name in "abcdefghijklmn"}},
+        "131072 bytes of definitions",
+        "140",
+    ),
 ]
 
 
@@ -238,6 +252,19 @@ async def test_a_strict_schema_that_elements_do_not_hold_is_refused_by_its_place
     assert refused.value.field == "messages.tools[0].parameters"
     assert limit in refused.value.limit
     assert value in str(refused.value.value)
+
+
+def test_a_reference_of_a_parameter_is_to_the_definitions_of_the_whole_schema():
+    inner = {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"type": "string"}}}
+    schema = {"properties": {"a": inner}, "$defs": {"x": {"type": "integer"}}}
+    (line,) = [line for line in parameter_rules("r", schema).lines if "%json" in line]
+    assert '"$defs": {"x": {"type": "integer"}}' in line
+
+
+async def test_arguments_without_properties_may_be_texts(model_of):
+    for part in ({}, True, {"type": "string", "title": "any"}):
+        tool = pb.Tool(name="a", strict=True, parameters=json.dumps({"additionalProperties": part}))
+        assert (await grammar_of(model_of("qwen3-coder"), [tool])).answer
 
 
 async def test_reasoning_may_come_first_and_holds_no_calls(model_of):

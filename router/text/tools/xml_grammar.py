@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from decant.engine.errors import InvalidRequest
-from decant.engine.guides.guide import JSON_OPTIONS, lark_literal
+from decant.engine.guides.guide import JSON_OPTIONS, MAX_GUIDE_BYTES, lark_literal
 from decant.engine.guides.json_schema import ANNOTATIONS
-from decant.router.text.tools.xml_parameters import BEGIN, END, MAX_DEPTH, NAME, Schema, is_text, target_of, types_of
+from decant.router.text.tools.xml_parameters import (
+    BEGIN,
+    END,
+    MAX_DEPTH,
+    NAME,
+    Schema,
+    Types,
+    is_text,
+    target_of,
+    types_of,
+)
 
 _DEFINITIONS = ("$defs", "definitions")
 _OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
@@ -55,13 +65,9 @@ def check_parameters(field: str, schema: Schema) -> None:
     def refuse(limit: str, value: object) -> NoReturn:
         raise InvalidRequest(field, f"{limit}, in this model's format of calls", value)
 
-    for keyword in schema.keys() - _OF_OBJECTS:
-        refuse("keywords of objects with properties", f"{keyword} at #")
-    properties, types = schema.get("properties", {}), types_of(schema)
-    for name in schema.get("required", ()):
-        if name not in properties:
-            refuse("required names that are among the properties", name)
-    for name, part in properties.items():
+    types = types_of(schema)
+    _check_whole(schema, types, refuse)
+    for name, part in schema.get("properties", {}).items():
         place = f"#/properties/{name}"
         if not re.fullmatch(NAME, name):
             refuse("names of parameters of 1 to 64 characters without <, > and line breaks", name)
@@ -76,6 +82,26 @@ def check_parameters(field: str, schema: Schema) -> None:
                 refuse(f"at least one text, and none with {END}", f"the texts at {place}")
         elif other := next((path for path in _references(part) if not _is_definition(path)), None):
             refuse("references to $defs or definitions", f"{other} at {place}")
+
+
+def _check_whole(schema: Schema, types: Types, refuse: Callable[[str, object], NoReturn]) -> None:
+    for keyword in schema.keys() - _OF_OBJECTS:
+        refuse("keywords of objects with properties", f"{keyword} at #")
+    for name in schema.get("required", ()):
+        if name not in schema.get("properties", {}):
+            refuse("required names that are among the properties", name)
+    if "properties" not in schema and not _permits_texts(schema.get("additionalProperties", True)):
+        refuse("all texts or nothing where there are no properties", "the schema at #/additionalProperties")
+    # In the grammar, each parameter that is JSON has its own copy of the definitions.
+    shared = sum(len(json.dumps(schema[name])) for name in _DEFINITIONS if name in schema)
+    size = shared * sum(not is_text(each) for each in types.values())
+    if size > MAX_GUIDE_BYTES:
+        refuse(f"at most {MAX_GUIDE_BYTES} bytes of definitions, times the parameters that are JSON", size)
+
+
+def _permits_texts(part: Any) -> bool:
+    """Whether a schema permits any text, or nothing."""
+    return isinstance(part, bool) or (part.keys() - ANNOTATIONS <= {"type"} and part.get("type", "string") == "string")
 
 
 def _resolved(part: Any, schema: Schema) -> Mapping[str, Any]:
@@ -112,18 +138,20 @@ def _text(rule: str, limits: Mapping[str, Any]) -> Iterator[str]:
 
 def _json(rule: str, part: Mapping[str, Any], schema: Schema) -> str:
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    written = json.dumps({**shared, **part, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
+    written = json.dumps({**part, **shared, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
     return f"{rule}: %json {written} {lark_literal(_CLOSE)}"
 
 
 def _references(part: Any) -> Iterator[str]:
-    if isinstance(part, dict):
-        if isinstance(path := part.get("$ref"), str):
-            yield path
-        part = list(part.values())
-    if isinstance(part, list):
-        for each in part:
-            yield from _references(each)
+    left = [part]
+    while left:
+        match left.pop():
+            case dict(entries):
+                if isinstance(path := entries.get("$ref"), str):
+                    yield path
+                left += entries.values()
+            case list(entries):
+                left += entries
 
 
 def _is_definition(path: str) -> bool:
