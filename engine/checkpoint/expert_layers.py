@@ -98,12 +98,18 @@ def first_of(experts: Any) -> str:
 
 
 def find_coded(model: nn.Module, slices: Mapping[str, Any]) -> Iterator[tuple[str, CodedExperts]]:
-    """Yield modules, by name, all of whose experts are quantized in the files. Raises ValueError for missing ones."""
+    """Yield modules, by name, all of whose experts are quantized in the files.
+
+    Raises ValueError for missing ones, and for those of other shapes than the model's.
+    """
     for name, module in model.named_modules():
         if not has_stacked_experts(module):
             continue
         up, down = (_find(name, each, module, slices) for each in (first_of(module), DOWN))
         if up and down:
+            for tensor, weights in ((first_of(module), up), (DOWN, down)):
+                shape = getattr(module, tensor).shape
+                _check_shapes(f"{name}.{tensor}", shape, weights, is_transposed=module.is_transposed)
             tensors = {f"{name}.{each}": getattr(module, each).shape for each in (first_of(module), DOWN)}
             names = frozenset(weight.name for parts in (*up, *down) for weight in parts)
             yield name, CodedExperts(up, down, tensors, names)
@@ -120,6 +126,17 @@ def _find(name: str, tensor: str, module: Any, slices: Mapping[str, Any]) -> tup
             if found := _coded([name for each in names for name in each], slices):
                 return tuple(tuple(found[name] for name in each) for each in names)
     return ()
+
+
+def _check_shapes(name: str, shape: torch.Size, weights: Sequence[Parts], *, is_transposed: bool) -> None:
+    count, *matrix = shape
+    outputs, inner = reversed(matrix) if is_transposed else matrix
+    if len(weights) != count:
+        raise ValueError(f"{name} has {len(weights)} experts, and the model {count}")
+    for weight in (weight for parts in weights for weight in parts):
+        expected = outputs // len(weights[0]), inner
+        if tuple(weight.shape) != expected:
+            raise ValueError(f"{weight.name} is {list(weight.shape)}, and the model's is {list(expected)}")
 
 
 def _coded(names: Sequence[str], slices: Mapping[str, Any]) -> Mapping[str, Weight]:

@@ -116,6 +116,34 @@ def test_a_missing_expert_is_refused_by_name(tmp_path: Path) -> None:
         serve(folder)
 
 
+@pytest.mark.parametrize("experts", [[0, 1, 2], [0, 1, 2, 3, 3]], ids=["fewer", "more"])
+def test_quantized_experts_of_another_number_than_the_model_s_are_refused(experts: list[int], tmp_path: Path) -> None:
+    test_mxfp4.quantize(test_mxfp4.checkpoint(tmp_path))
+
+    def change(had: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        stacked = {name: each[experts] for name, each in had.items() if name.endswith(("_blocks", "_scales"))}
+        return had | stacked
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ModelRefused, match=f"gate_up_proj has {len(experts)} experts, and the model 4"):
+        read(tmp_path)
+
+
+def test_quantized_experts_of_other_widths_than_the_model_s_are_refused_by_name(tmp_path: Path) -> None:
+    folder = checkpoint("qwen3_moe", tmp_path)
+    formats.quantize(folder, LAYOUTS["compressed-int8-channel"], is_expert)
+
+    def change(had: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        expert = {name: each for name, each in had.items() if ".experts.3." in name}
+        inner = {name: each[:, :32] for name, each in expert.items() if name.endswith("down_proj.weight")}
+        outer = {name: each[:32] for name, each in expert.items() if "down_proj" not in name and len(each) == 64}
+        return had | {name: each.contiguous() for name, each in (inner | outer).items()}
+
+    rewrite(folder, change)
+    with pytest.raises(ModelRefused, match=r"experts\.3\.gate_proj\.weight is \[32, .*, and the model's is \[64, "):
+        read(folder)
+
+
 @pytest.mark.parametrize("expert", [0, 3])
 def test_a_scale_of_zero_in_an_expert_is_refused_by_name(expert: int, tmp_path: Path) -> None:
     folder, name = checkpoint("qwen3_moe", tmp_path), f"model.layers.0.mlp.experts.{expert}.up_proj"
