@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -192,6 +193,19 @@ def test_a_mask_that_waits_for_the_processor_is_waited_for(monkeypatch: pytest.M
     outputs, ends = run(make_engine(device=device()), make_request("a", [1, 2, 3], grammar=ScriptedGrammar(late)))
     assert ends["a"].reason is FinishReason.LENGTH
     assert len(outputs["a"]) == 8
+
+
+@pytest.mark.slow
+def test_a_mask_has_its_second_while_other_threads_use_many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", itertools.count(step=10.0).__next__)
+
+    def late(output: Sequence[int]) -> set[int]:
+        if len(output) == 2:
+            time.sleep(0.3)
+        return {5, 6}
+
+    _, ends = run(make_engine(device=device()), make_request("a", [1, 2, 3], grammar=ScriptedGrammar(late)))
+    assert ends["a"].reason is FinishReason.LENGTH
 
 
 def test_a_grammar_with_one_endless_text_gives_a_mask_for_each_token() -> None:
