@@ -257,7 +257,10 @@ class Scheduler:
         sequence = self.waiting[0]
         prefix = self.cached_prefix(sequence)
         count, reserved = self.pool.blocks_for(len(sequence.tokens)), self.reserved_blocks
-        reserved += self.forks.blocks_of(sequence)
+        forks = self.forks.blocks_of(sequence)
+        if self.pool.blocks_at_once(count) + forks <= self.pool.num_blocks:
+            reserved += forks
+        # Else it has grown since they fitted beside it: they wait, and it does not wait for what can't come.
         try:
             block_table = self.pool.allocate(sequence.id, count, prefix.groups, reserved_blocks=reserved)
         except OutOfBlocks:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from decant.engine.blocks import BlockPool, BlockTable
@@ -32,6 +32,16 @@ ACTIONS: tuple[tuple[int, Callable[[World, int, int], object]], ...] = (
 )
 """Weights, and actions with two numbers that choose their details."""
 
+GROWN_BESIDE_ITS_FORK = bytes.fromhex(
+    "3ff52f93add5ed4f6c8bac177a828ec7daf4a48bc83255040a6a0f585ff1087b329baec9fc98d34d29b0e04a637481a2dbf1"
+    "4a4f6e72dde0d609c81a5ec4ff3fb9c6075cbcdd2a5a98cb426a8a9eaaafb4e4e47e9699ad1634364cbfd4743f6790929da1"
+    "f3721f3375add0fc02102840445d74e7eaf7f7fdcdd5870378b7c4f1a4dd04b2c136715e73ce91ae4d5c7fd53d8ccb203055"
+    "91e0161a44bf9f2995f9c3e2b6f80f267be1aa336568d3a544bc9eeb216596c6f334e94ecdd3ff3795f8aaf8d5050f624470"
+    "a79a5f35ff1f121091c9064667b7bfee0a12162a2e384a4b9aa5b9da0067d5e41240d4e30c0ec10598dce775bb171b1f2424"
+    "2e2f363643686c6c6e7173787e848789a6afb6c1c8cadcf01f32474863686e777981828a9696a9adc1c6eef62228586f92c4"
+)
+"""Actions after which a sequence has grown so much before its fork starts that the memory can't hold both."""
+
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
@@ -42,6 +52,7 @@ ACTIONS: tuple[tuple[int, Callable[[World, int, int], object]], ...] = (
     absent=st.sets(st.integers(2, len(ACTIONS) - 1)),
     drawn=st.binary(min_size=300, max_size=300),
 )
+@example(budget=1, running=4, costs=StepCostModel(0.0, 0.0, 0.0, 0.0), absent=set(), drawn=GROWN_BESIDE_ITS_FORK)
 def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions(
     budget: int, running: int, costs: StepCostModel, absent: Set[int], drawn: bytes
 ) -> None:
