@@ -81,7 +81,7 @@ class Upgrade:
         self.running: dict[str, Process] = {}
 
     def start(self, kind: str, version: str) -> Process:
-        common = ["--port", "0", "--redis-url", self._redis.url]
+        common = ["--port", "0", "--redis-url", self._redis.url, "--drain-seconds", f"{PATIENCE_S:g}"]
         if kind == "router":
             arguments = [*common, "--models", str(models.path()), "--handoff-min-tokens", "0"]
         else:
