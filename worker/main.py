@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from decant.engine.engine import Engine
 from decant.engine.errors import AdapterRefused, DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
@@ -29,7 +30,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime import model_files
-from decant.runtime.background import BackgroundTask
+from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.enum_names import enum_label
 from decant.runtime.model_files import ModelFiles, ModelUnreadable
@@ -187,8 +188,7 @@ class Worker:
             await directory.begin()
         registrar = await self._register(host, files)
         if directory is not None:
-            watch = BackgroundTask("adapter directory", directory.run, self._part_failed)
-            await self._stack.enter_async_context(watch)
+            await self._run("adapter directory", directory.run)
         self._parts = _Parts(host, prefill, decode, registrar)
         admin = AdminService(host, Auditor(host, prefill, decode), self.readiness, registrar.renew_now)
         self._deferred["Admin"].attach(partial(services.add_AdminServicer_to_server, admin))
@@ -218,8 +218,7 @@ class Worker:
         self._stack.push_async_callback(decode.close)
         if seconds := self._settings.health_seconds:
             trial = HealthTrial(host, self.readiness.mark_failed, seconds)
-            health = BackgroundTask("health trial", trial.run, self._part_failed)
-            await self._stack.enter_async_context(health)
+            await self._run("health trial", trial.run)
         self._deferred["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))
         self._deferred["Decode"].attach(partial(services.add_DecodeServicer_to_server, decode))
         self._deferred["KvSource"].attach(KvSourceService(host.sender).add_to)
@@ -260,6 +259,10 @@ class Worker:
         host.role_changes.subscribe(registrar.set_role)
         host.adapters.changes.subscribe(lambda _: registrar.set_adapters(host.adapters.announcements))
         return await self._stack.enter_async_context(registrar)
+
+    async def _run(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = BackgroundTask(name, partial(run_restarting, name, run), self._part_failed)
+        await self._stack.enter_async_context(task)
 
     def _part_failed(self, name: str, error: BaseException) -> None:
         self.readiness.mark_failed(f"{name} failed")

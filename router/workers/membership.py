@@ -17,7 +17,7 @@ from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime.background import start_task
+from decant.runtime.background import RestartPolicy, run_restarting, start_task
 from decant.runtime.connections.channel import Connector
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.enum_names import enum_name
@@ -62,7 +62,7 @@ class WorkerMembership:
         self._registered: dict[Incarnation, WorkerRegistration] = {}  # by the last listing
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._ended: set[Incarnation] = set()  # ended, and the directory may still list them
-        self._rejected: dict[Incarnation, Unavailable] = {}  # logged
+        self._rejected: dict[Incarnation, Unavailable] = {}  # logged; of those that ended too
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._is_listed = asyncio.Event()
 
@@ -188,12 +188,20 @@ class WorkerMembership:
         _log.info("worker added", worker=worker.incarnation.id, address=registration.address, role=role)
 
     async def _serve(self, worker: WorkerHandle) -> None:
+        session, name = worker.session, f"session with {worker.incarnation.id}"
         try:
-            await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
+            await run_restarting(
+                name,
+                lambda: session.run(lambda: worker.is_wanted and not self._is_outdated(worker)),
+                RestartPolicy(pause=self._timings.session_backoff),
+            )
         finally:
-            reopens = worker.is_registered and not worker.session.is_final and self._is_outdated(worker)
+            reopens = worker.is_registered and not session.is_final and self._is_outdated(worker)
             if worker.is_registered and not reopens:
                 self._ended.add(worker.incarnation)
+                reason = session.break_reason or "its session failed"
+                message = f"worker {worker.incarnation.id} of {worker.model} is not used: {reason}"
+                self._rejected[worker.incarnation] = _unusable(message)
             del self._workers[worker.incarnation], self._tasks[worker.incarnation]
             worker.load.close()
             _log.info("worker removed", worker=worker.incarnation.id)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,20 +138,41 @@ async def test_no_two_workers_are_used_whose_protocols_are_two_versions_apart(st
             await until(lambda: names(harness) == {"d"})
 
 
-async def test_a_failure_of_a_worker_s_session_is_logged_and_removes_the_worker(
+AT_ONCE = RouterTimings(workers=WorkerTimings(session_backoff=Backoff(0.001, 0.001)))
+
+
+async def test_a_worker_whose_session_failed_once_is_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, failed = WorkerSession.run, list[WorkerSession]()
+
+    async def fail_once(session: WorkerSession, is_wanted: Callable[[], bool]) -> None:
+        if not failed:
+            failed.append(session)
+            raise KeyError("unexpected")
+        await run(session, is_wanted)
+
+    monkeypatch.setattr(WorkerSession, "run", fail_once)
+    async with fleet(D) as workers, core(store, [], timings=AT_ONCE) as harness:
+        await store.workers.register(workers[0].registration)
+        await until(lambda: names(harness) == {"d"})
+        assert failed
+
+
+async def test_a_worker_whose_session_keeps_failing_is_logged_removed_and_named(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(session: WorkerSession, is_wanted: object) -> None:
         session.attempted.set()
-        raise ValueError("unexpected")
+        raise KeyError("unexpected")
 
-    async with fleet(P, D) as workers, core(store, workers[:1]) as harness:
+    async with fleet(P, D) as workers, core(store, workers[:1], timings=AT_ONCE) as harness:
         monkeypatch.setattr(WorkerSession, "run", fail)
         with capture_logs() as logs:
             await store.workers.register(workers[1].registration)
             await until(lambda: "a task failed" in [line["event"] for line in logs])
         assert [line["worker"] for line in logs if line["event"] == "a task failed"] == ["d"]
         assert names(harness) == {"p"}
+        (unused,) = harness.router.pool.membership.unused()
+        assert (unused.id, unused.reason) == ("d", "worker d of m is not used: its session failed")
 
 
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
+from decant.decode_worker.main import DecodeSettings
 from decant.engine.engine import Engine
-from decant.worker.adapter_directory import FILES, LOOKS_AT_ONE_FILE, AdapterDirectory
+from decant.protos import worker_pb2 as wire
+from decant.runtime.serving.health import Readiness
+from decant.worker.adapter_directory import FILES, LOOK_SECONDS, LOOKS_AT_ONE_FILE, AdapterDirectory
+from decant.worker.main import Worker
+from tests.router import virtual_time
+from tests.worker.fake_process import load as load_fake
 from tests.worker.harness import ADAPTER_NAMES, WorkerHarness, worker
 
 
@@ -148,3 +157,27 @@ async def test_equal_folders_are_one_adapter_that_stays_while_a_name_stands_for_
     shutil.rmtree(watched.folder / "one")
     assert await watched.settle() == {"same": digests["same"]}
     assert await watched.has(digests["same"])
+
+
+def test_a_look_that_fails_ends_neither_the_watch_nor_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[int]()
+
+    async def fail_once(_: AdapterDirectory) -> None:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(AdapterDirectory, "look", fail_once)
+
+    async def watch() -> Readiness:
+        async with AsyncExitStack() as stack:
+            one = Worker(DecodeSettings(model="any"), wire.ROLE_DECODE, load_fake, stack)
+            await one._run("adapter directory", AdapterDirectory(tmp_path, Mock()).run)
+            await asyncio.sleep(10 * LOOK_SECONDS)
+            return one.readiness
+
+    readiness = virtual_time.run(watch())
+    assert len(looks) > 5
+    assert readiness.is_alive
