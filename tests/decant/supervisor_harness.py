@@ -97,8 +97,15 @@ class Up:
     def events(self, process: str) -> list[str]:
         return [line["event"] for line in self.lines if line["process"] == process]
 
+    @property
+    def has_output(self) -> bool:
+        return self._reader.is_alive()
+
     def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """Return the processes below this one, none after its end."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
 
     def child(self, port: int) -> psutil.Process:
         (found,) = [one for one in self.descendants() if _listens(one, port)]

@@ -16,7 +16,7 @@ from decant.client.retry import MORE_TRIES
 from decant.runtime.backoff import Backoff
 from decant.runtime.error_details import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, serving, with_a_tail
-from tests.decant.two_routers import LOST, AsyncClient, Client, Two, is_whole
+from tests.decant.two_routers import LOST, AsyncClient, Client, SkewedClock, Two, is_whole
 
 DRAINING = decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3))
 KINDS: list[decant.ServiceError | grpc.StatusCode] = [
@@ -31,6 +31,11 @@ KINDS: list[decant.ServiceError | grpc.StatusCode] = [
 LONG_BACKOFF = Backoff(first_s=1000.0, longest_s=1000.0)
 MESSAGES = 6
 """Of `with_a_tail`: started, three deltas, a tail, finished."""
+
+
+async def read_to_end(stream: Any) -> None:
+    async for _ in stream:
+        pass
 
 
 def read(address: str) -> Any:
@@ -95,12 +100,18 @@ def test_resume_seconds_0_raises_the_break_and_keeps_the_text(two: Two) -> None:
 
 async def test_a_stream_that_no_router_resumes_ends_after_resume_seconds(two: Two) -> None:
     two.reset([Break(2, LOST), *[Break(1, LOST)] * 10_000])
-    async with AsyncClient(two.address, resume_seconds=0.5) as client:
+    clock = SkewedClock()
+    async with clock.of(AsyncClient(two.address, resume_seconds=PATIENCE_S)) as client, asyncio.timeout(PATIENCE_S):
         stream = client.stream("x")
+        reading = asyncio.create_task(read_to_end(stream))
+        while len(two.resumed) < 3 and not reading.done():
+            await asyncio.sleep(0.01)
+        assert not reading.done()
+        clock.skew = PATIENCE_S
         with pytest.raises(decant.Unavailable):
-            [delta async for delta in stream]
+            await reading
     assert stream.text == "a"
-    assert 2 < len(two.resumed) < 500  # with backoff in between
+    assert len(two.resumed) < 500  # with backoff in between
 
 
 NOT_RETRYABLE = [

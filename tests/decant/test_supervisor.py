@@ -125,13 +125,15 @@ def test_a_process_that_crashes_at_once_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_never_ready_ends_all_in_time(tmp_path: Path) -> None:
-    command = stand_ins({"prefill-1": "", "decode-1": "never-ready"}, ROUTER, ready_seconds=6.0)
+    command = stand_ins({"prefill-1": "", "decode-1": "never-ready"}, ROUTER, ready_seconds=2.0)
     with up(tmp_path, command) as running:
-        running.until("decode-1", "serving")
-        descendants = running.descendants()
+        descendants = set[psutil.Process]()
+        while running.has_output:  # a busy machine may start none of them in time
+            descendants.update(running.descendants())
+            time.sleep(0.02)
         assert running.ended() == 1
-        assert "decode-1: not ready within 6 s" in running.stderr()
-        nothing_left(descendants, tmp_path)
+        assert "decode-1: not ready within 2 s" in running.stderr()
+        nothing_left(list(descendants), tmp_path)
 
 
 def test_up_can_be_ended_while_it_starts(tmp_path: Path) -> None:

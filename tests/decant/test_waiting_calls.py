@@ -14,27 +14,13 @@ import decant
 from decant.protos import inference_pb2 as pb
 from tests.decant.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.decant.scripted import PATIENCE_S, Script, serving, short_answer
-from tests.decant.two_routers import AsyncClient, Client
+from tests.decant.two_routers import AsyncClient, Client, SkewedClock
 from tests.ports import kept
 
 CUTS = 6
 RESUME_S = 30.0
 
-Call = Callable[[str, "SkewedClock"], Any]
-
-
-class SkewedClock:
-    """The clock of clients' retries, which a test puts forward."""
-
-    def __init__(self) -> None:
-        self.skew = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.skew
-
-    def of(self, client: Any) -> Any:
-        client._routers.selector.clock = self
-        return client
+Call = Callable[[str, SkewedClock], Any]
 
 
 def generate(address: str, clock: SkewedClock) -> str:
@@ -103,10 +89,14 @@ class Waiting:
             yield message
 
     async def calls(self, number: int) -> None:
+        """Wait for so many calls to begin, and, if they are accepted, for their headers."""
         async with asyncio.timeout(PATIENCE_S):
-            while len(self.script.requests) < number:  # noqa: ASYNC110 - another loop appends
+            while len(self.script.requests) < number or (self.script.accepts and self._num_accepted() < number):
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # for the headers to arrive
+
+    def _num_accepted(self) -> int:
+        """Connections with a response beside that of the health check."""
+        return sum(counter.count > 1 for counter in self.proxy.responses)
 
 
 @pytest.fixture

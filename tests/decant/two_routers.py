@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -49,3 +50,17 @@ def is_whole(stream: Any, deltas: list[decant.Delta]) -> None:
     assert (stream.text, output.token_ids, stream.seq) == ("abc!", (97, 98, 99), 3)
     assert stream.finished == decant.Finished(decant.FinishReason.STOP, 2)
     assert stream.usage == decant.Usage(3, 3, 6)
+
+
+class SkewedClock:
+    """The clock of clients' retries, which a test puts forward."""
+
+    def __init__(self) -> None:
+        self.skew = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skew
+
+    def of(self, client: Any) -> Any:
+        client._routers.selector.clock = self
+        return client

@@ -11,7 +11,7 @@ from decant.router.recovery.takeover import OrphanRecovery
 from decant.router.timings import TakeoverTimings
 from decant.runtime.background import BackgroundTask
 from decant.runtime.connections.peer import new_peer
-from decant.state.ids import Incarnation, RequestKey
+from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.journal import Entry
 from decant.state.keys import Ttls
 from decant.state.owned import OwnedRequest
@@ -27,6 +27,10 @@ from tests.state.factories import router_registration, write_request
 TIMINGS = TakeoverTimings()
 PROMPT = [1, 2, 3]
 KEY = RequestKey("default", "r")
+
+
+async def has_state(store: Store, state: State) -> bool:
+    return (await store.requests.read(KEY)).state == state
 
 
 async def left_behind(

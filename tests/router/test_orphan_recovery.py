@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from decant.protos.inference_pb2 import Generation
 from decant.state.errors import OwnerRegistered
 from decant.state.ids import Incarnation
 from decant.state.store import Store
-from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
+from tests.router.abandoned_requests import KEY, PROMPT, has_state, left_behind, watching
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
@@ -19,6 +21,7 @@ from tests.router.harness import (
     until_ended,
     until_written,
 )
+from tests.worker.waiting import eventually
 
 
 @pytest.mark.rule("dead-routers-requests-continue", "router/recovery/takeover.py:OrphanRecovery._take")
@@ -44,9 +47,7 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as harness:
         workers[1].script.pause_at = 3
         async with watching(store, harness):
-            await until(lambda: workers[1].starts)
-            await until(lambda: not harness.requests.executions.running and harness.store_is_done)
-        assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
+            await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
 
 
 @pytest.mark.rule("no-router-dead-while-refilling", "router/recovery/takeover.py:OrphanRecovery._take_over_dead")

@@ -16,10 +16,10 @@ from decant.router.timings import TakeoverTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Cancelled, Unavailable
 from decant.state.errors import StoreUnavailable
-from decant.state.ids import Incarnation, RequestKey, State
+from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
-from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
+from tests.router.abandoned_requests import KEY, PROMPT, has_state, left_behind, watching
 from tests.router.fake_script import MODEL, answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, tokens_of, until, until_ended, until_written
@@ -28,10 +28,6 @@ from tests.worker.waiting import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 GONE = Incarnation("gone", 1)
-
-
-async def has_state(store: Store, state: State) -> bool:
-    return (await store.requests.read(KEY)).state == state
 
 
 def record_lookups(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
