@@ -40,10 +40,23 @@ def scaling_queries() -> Iterator[str]:
         yield from (trigger["metadata"]["query"] for trigger in yaml.safe_load(text)["spec"]["triggers"])
 
 
+def adapter_queries() -> Iterator[str]:
+    """What the Prometheus adapter asks for the HPAs: its templates, and the series that it looks for, filled in."""
+    rules = yaml.safe_load((MONITORING.parent / "autoscaling-hpa" / "prometheus-adapter.yaml").read_text())["rules"]
+    for rule in rules["custom"] + rules["external"]:
+        series = rule["seriesQuery"]
+        yield series
+        name, grouped = re.findall(r'__name__=~?"([^"]+)"', series)[0], "pod" if "pod" in series else "namespace"
+        for one in name.split("|"):
+            query = rule["metricsQuery"].replace("<<.Series>>", one).replace("<<.GroupBy>>", grouped)
+            yield query.replace("<<.LabelMatchers>>", 'namespace="decant"')
+
+
 EXPRESSIONS = [
     *(rule["expr"] for rule in RULES),
     *(target["expr"] for panel in panels() for target in panel["targets"]),
     *scaling_queries(),
+    *adapter_queries(),
 ]
 
 

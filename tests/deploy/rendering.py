@@ -52,12 +52,12 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
             "rdma",
             "opentelemetry",
             "availability",
-            "openshift",
             "openai-gateway",
+            "openshift",
         )
     },
 }
-"""Of each line, a deployment has one component, or none."""
+"""Of each line, a deployment has one component, or none, in this order."""
 
 needs_kustomize = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="renders manifests with kubectl, which is not on PATH"

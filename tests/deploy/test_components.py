@@ -12,6 +12,7 @@ import yaml
 from decant.command.up import openai_gateway
 from decant.runtime.byte_size import parse_byte_size
 from decant.runtime.serving.server import CLEANUP_SECONDS
+from decant.state.client import Client
 from tests.deploy.rendering import (
     DEPLOY,
     PROCESSES,
@@ -59,6 +60,14 @@ def test_an_external_redis_comes_with_its_password_from_a_secret_alone() -> None
     assert "decant-redis" not in manifests.deployments
     for name in PROCESSES:
         assert manifests.settings(name).redis_url.startswith("rediss://decant:secret@")
+
+
+def test_the_urls_that_the_component_of_an_external_redis_shows_are_accepted() -> None:
+    text = (DEPLOY / "components" / "redis-external" / "kustomization.yaml").read_text()
+    urls = re.findall(r"url=(\S+)", text)
+    assert {url.partition("://")[0] for url in urls} == {"rediss", "redis+sentinel", "redis+cluster"}
+    for url in urls:
+        Client(url, deadline_s=1.0, max_connections=2)
 
 
 def test_certificates_come_from_an_authority_of_this_deployment() -> None:
@@ -142,6 +151,16 @@ def test_a_pool_at_zero_is_woken_by_the_queue_of_the_routers_and_requests_wait_f
     assert with_redis().settings("router").worker_wait_seconds == 0
 
 
+def test_a_pool_whose_load_is_unknown_keeps_its_size() -> None:
+    """KEDA takes an empty answer for 0 unless a trigger refuses it, and one such error stops every decrease."""
+    for one in with_redis("autoscaling-keda").of_kind("ScaledObject").values():
+        triggers = [trigger["metadata"] for trigger in one["spec"]["triggers"]]
+        refusing = [trigger["query"] for trigger in triggers if trigger.get("ignoreNullValues") == "false"]
+        assert refusing
+        for query in refusing:
+            assert re.match(r"sum\(decant_(requests|waiting)_\w+\{", query), "routers always report it"
+
+
 def test_the_adapter_has_the_metrics_that_the_autoscalers_read() -> None:
     rules = yaml.safe_load((DEPLOY / "components" / "autoscaling-hpa" / "prometheus-adapter.yaml").read_text())["rules"]
     served = {kind: " ".join(str(rule) for rule in rules[kind]) for kind in ("custom", "external")}
@@ -219,10 +238,12 @@ def service_pods(manifests: Manifests, service: Object) -> Object:
     return match
 
 
-def test_a_disruption_budget_covers_each_pool_and_its_pods_are_spread() -> None:
-    manifests = with_redis("availability")
-    for name, deployment in manifests.processes.items():
-        spec = manifests.of_kind("PodDisruptionBudget")[f"decant-{name}"]["spec"]
+def test_a_disruption_budget_covers_each_deployment_of_several_pods_and_they_are_spread() -> None:
+    manifests = with_redis("availability", "openai-gateway")
+    for name, deployment in manifests.deployments.items():
+        if name == "decant-redis":
+            continue
+        spec = manifests.of_kind("PodDisruptionBudget")[name]["spec"]
         assert spec["selector"]["matchLabels"].items() <= labels(deployment).items()
         assert spec["maxUnavailable"] == 1
         assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
@@ -233,7 +254,7 @@ def test_a_disruption_budget_covers_each_pool_and_its_pods_are_spread() -> None:
 
 
 def test_pods_on_openshift_name_no_user_and_write_to_volumes_alone() -> None:
-    manifests = with_redis("openshift")
+    manifests = with_redis("openai-gateway", "openshift")
     for deployment in manifests.deployments.values():
         assert pod(deployment)["securityContext"].keys() == {"runAsNonRoot", "seccompProfile"}
     for deployment in manifests.processes.values():
