@@ -11,7 +11,7 @@
 # make image-demo  the built images as Redis, router, prefill and decode worker, by podman or BY=chroot: one answer
 # make prometheus Prometheus of Debian in build/prometheus, for the tests of alerts and dashboard; not installed
 # make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
-# make audit      known vulnerabilities of requirements.lock (needs pypi.org itself, not a mirror)
+# make audit      known vulnerabilities of requirements.lock, and what was not audited (needs the records of pypi.org itself)
 # make demo       a complete deployment with the small model: one prompt, the work of each worker, shutdown
 # make format     ruff's fixes and formatting
 # make clean      remove .venv and what was built
@@ -146,7 +146,7 @@ sbom: setup
 	@echo "build/sbom.json"
 
 audit: setup
-	$(BIN)/python -m uv tool run pip-audit --strict --no-deps --disable-pip --requirement requirements.lock
+	$(BIN)/python .ci/audit.py
 
 demo: setup
 	@$(BIN)/python -m decant.command demo
