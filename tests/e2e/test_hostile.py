@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import struct
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -232,6 +234,23 @@ async def test_connections_without_http2_stop_no_other_call(harness: Harness) ->
         open_.append((reader, writer))
     await asyncio.gather(*(harness.is_unharmed() for _ in range(3)))
     for _, writer in open_:
+        writer.close()
+    await harness.is_unharmed()
+
+
+async def test_a_flood_that_takes_every_file_descriptor_ends_no_stream_and_the_router_serves_again(
+    harness: Harness,
+) -> None:
+    running = harness.stream(700)
+    await running.read()
+    host, _, port = harness.address.rpartition(":")
+    limits = resource.prlimit(harness.process.pid, resource.RLIMIT_NOFILE)
+    opened = len(os.listdir(f"/proc/{harness.process.pid}/fd"))
+    resource.prlimit(harness.process.pid, resource.RLIMIT_NOFILE, (opened + 20, limits[1]))
+    flood = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+    await until(lambda: len(os.listdir(f"/proc/{harness.process.pid}/fd")) >= opened + 20)
+    assert await read(running) == answer(PROMPT, 700)
+    for _, writer in flood:
         writer.close()
     await harness.is_unharmed()
 

@@ -213,6 +213,32 @@ def arrivals(
             made.append(Request(start + at, *lengths))
 
 
+RECORDED_S = 183.06
+RECORDED = """
+0.00 4808 10   0.05 3180 8    0.10 110 27    0.14 7433 14   0.44 34 12     0.54 374 14    0.70 6985 9    1.02 34 23
+1.30 1145 7    1.30 201 24    1.40 137 9     1.40 7427 8    29.48 1555 19  29.58 3893 19  29.61 1827 10  29.68 394 17
+29.72 675 6    30.18 7436 9   30.23 158 26   30.48 6587 18  30.50 763 8    30.98 1556 18  31.29 5108 12  31.45 159 127
+31.46 458 67   31.64 2464 30  31.81 4009 51  32.63 1632 9   32.71 2567 45  33.08 730 36   33.34 5108 10  33.53 2569 7
+33.58 1832 7   33.59 1630 9   33.68 6587 13  33.68 7436 6   33.78 1044 16  33.88 327 124  33.98 1630 9   34.28 3351 9
+34.45 1562 18  34.88 3724 9   34.98 328 43   35.03 965 8    35.35 6586 11  35.35 2366 7   35.80 328 40   35.98 1513 29
+36.28 328 9    36.65 2025 9   36.70 2169 13  36.78 74 14    37.38 771 142  37.42 76 18    37.90 75 16    38.08 527 27
+38.21 2024 97  38.68 197 7    38.69 109 12   38.89 432 10   39.08 2025 19  39.29 6586 9   39.33 7435 9
+"""
+"""Arrival, prompt and output of the first requests of AzureLLMInferenceTrace_code (Azure Public Dataset, CC BY; Patel
+et al., Splitwise, ISCA 2024), and the time from the first of them to the next burst."""
+
+
+def recorded(times: int) -> list[Request]:
+    """Return the recorded requests, so many times one after the other."""
+    values = [float(text) for text in RECORDED.split()]
+    rows = list(zip(values[::3], values[1::3], values[2::3], strict=True))
+    return [
+        Request(turn * RECORDED_S + arrival, int(prompt), int(output))
+        for turn in range(times)
+        for arrival, prompt, output in rows
+    ]
+
+
 def _blocks(request: Request) -> int:
     return -(-(request.prompt + request.output) // BLOCK_SIZE)
 

@@ -9,7 +9,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.placement.pool_demand import DemandMeter, PoolDemand, Report
 from decant.router.placement.pool_rules import MoveDecision, PoolRules, growing_role, wanted_workers
 from decant.state.ids import Incarnation
-from tests.router.pool_simulation import DECODE, PREFILL, Request, Simulation, arrivals
+from tests.router.pool_simulation import DECODE, PREFILL, RECORDED_S, Request, Simulation, arrivals, recorded
 
 RULES = PoolRules()
 OVERLAPPING = PoolRules(low=0.9, high=0.5, hold_s=0.0, settle_s=0.0)
@@ -133,6 +133,18 @@ def test_bursts_do_not_swing_the_pools_and_overlapping_thresholds_do() -> None:
     well, wrong = counts
     assert well == 0
     assert wrong >= 5, "the simulation shows what the hysteresis is for"
+
+
+@pytest.mark.slow
+def test_bursts_of_a_recorded_service_are_served_sooner_and_do_not_swing_the_pools() -> None:
+    waits = {}
+    for rules in (None, RULES):
+        requests, simulation = recorded(4), Simulation(2, 2, rules)
+        simulation.run(requests, 5 * RECORDED_S)
+        assert len(simulation.ended) == len(requests)
+        assert swings(simulation) == 0
+        waits[rules] = sorted(one.first_token - one.arrival for one in requests)
+    assert waits[RULES][-13] < 0.8 * waits[None][-13], "p95 of 252 requests"
 
 
 @pytest.mark.slow
