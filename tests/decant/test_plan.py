@@ -74,6 +74,11 @@ def test_available_memory_is_read_from_this_machine() -> None:
     assert 0 < host_memory.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def test_available_memory_is_no_more_than_the_control_groups_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "available_memory", lambda: 5 * MIB)
+    assert host_memory.available_memory() == 5 * MIB
+
+
 def test_without_proc_meminfo_half_of_the_installed_memory_is_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
