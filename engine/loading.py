@@ -5,6 +5,7 @@ from functools import partial
 
 from decant.engine.backends import choose_backend
 from decant.engine.checkpoint import checkpoint
+from decant.engine.checkpoint.coded_linear import coded_digest
 from decant.engine.checkpoint.quantize import Quantization, quantize
 from decant.engine.checkpoint.weight_format import PLAIN
 from decant.engine.errors import InvalidConfig
@@ -45,9 +46,10 @@ def load(
         with refuse_model_on_error(source.name, "its weights can't be quantized"):
             quantize(model, config.quantize, experts=backend.keeps_experts)
     progress(READ)
+    codes = coded_digest(model)  # before the backend replaces them
 
     def layout_hash(layout: KvLayout) -> str:
-        dtypes = f"{dtype}" if config.quantize is None else f"{dtype} from {config.quantize}"
+        dtypes = f"{dtype} and codes {codes}" if codes else f"{dtype}"
         dtypes += "" if config.kv_dtype == "auto" else f" with KV in {config.kv_dtype}"
         return checkpoint.layout_hash(weights, layout, context_length, dtypes, backend.identity)
 

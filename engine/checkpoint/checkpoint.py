@@ -285,7 +285,7 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 
 
 def layout_hash(weights: Digests, layout: KvLayout, context_length: int, dtypes: str, backend: tuple[str, str]) -> str:
-    """``dtypes`` names the dtype, what weights are quantized to while they are loaded, and how keys are stored."""
+    """``dtypes`` names the dtype, the weights that are codes in memory, and how keys are stored."""
     facts = [
         str(layout),
         str(context_length),

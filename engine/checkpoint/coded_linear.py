@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,6 +29,13 @@ class CodedLinear(nn.Module):
         ]
         out = torch.cat(parts, -1)
         return out if self.bias is None else out + self.bias
+
+
+def coded_digest(model: nn.Module) -> str:
+    """Digest of which weights of a model are codes, and of which kind; empty if none is."""
+    kinds = {name: each.source.kind.name for name, each in model.named_modules() if isinstance(each, CodedLinear)}
+    text = "\n".join(f"{name} {kind}" for name, kind in sorted(kinds.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from decant.engine.checkpoint import checkpoint as checkpoints
 from decant.engine.checkpoint.coded_linear import CodedLinear
 from decant.engine.checkpoint.expert_layers import DOWN, ExpertLayers, first_of, has_stacked_experts, replace_experts
 from decant.engine.checkpoint.quantize import Quantization, quantize, quantized
+from decant.engine.cpu.backend import CpuBackend
 from decant.engine.engine import Engine
 from decant.engine.errors import ModelRefused
 from decant.engine.model.model import ModelDevice
@@ -76,6 +77,20 @@ def test_quantized_experts_generate_what_their_dequantized_weights_generate(
     tokens = generated(device)
     formats.dequantize(folder, model)
     assert generated(serve(folder)) == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stored", [False, True], ids=["quantize", "stored"])
+def test_the_layout_hash_tells_coded_experts_from_plain_ones(
+    is_stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, options = checkpoint("qwen3_moe", tmp_path), {} if is_stored else {"quantize": "int8"}
+    plain = serve(folder).layout_hash
+    if is_stored:
+        formats.quantize(folder, LAYOUTS["awq-32"], lambda name: is_expert(name) or "q_proj" in name)
+    coded = serve(folder, **options).layout_hash
+    monkeypatch.setattr(CpuBackend, "keeps_experts", False)
+    assert len({plain, coded, serve(folder, **options).layout_hash}) == 3
 
 
 def test_a_load_takes_no_memory_for_the_tensors_of_all_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
