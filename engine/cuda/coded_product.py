@@ -278,12 +278,13 @@ def replace_coded(
             _put(model, name, _widened(module, device))
             continue
         product = CodedProduct(codes, module.bias, dtype, device, is_exact=is_exact)
-        kernel = product.layout.kernel
-        if kernel not in seen and (reason := tried(partial(try_product, product, codes))):
-            for each, coded in places:
-                _put(model, each, _widened(coded, device))
-            return reason
-        seen.add(kernel)
+        kernel, first = product.layout.kernel, _first_outputs(codes)
+        if kernel not in seen and first is not None:
+            if reason := tried(partial(try_product, product, codes, first)):
+                for each, coded in places:
+                    _put(model, each, _widened(coded, device))
+                return reason
+            seen.add(kernel)
         _put(model, name, product)
     return None
 
@@ -302,16 +303,25 @@ def _widened(module: CodedLinear, device: torch.device) -> nn.Linear:
     return linear
 
 
-def try_product(product: CodedProduct, codes: Codes) -> str | None:
-    """Compare the first outputs of one row, of few and of many with those of torch, and weights as dequantized."""
-    device, dtype, count = product.codes.device, product.dtype, min(TRIAL_COLUMNS, product.out_features)
+def _first_outputs(codes: Codes) -> int | None:
+    """First of TRIAL_COLUMNS outputs whose weights are not all zero; None: there are none to compare."""
+    for first in range(0, codes.shape[0], TRIAL_COLUMNS):
+        if codes.dequantize(torch.float32, first, first + TRIAL_COLUMNS).any():
+            return first
+    return None
+
+
+def try_product(product: CodedProduct, codes: Codes, first: int = 0) -> str | None:
+    """Compare outputs of one row, of few and of many with those of torch, and weights as dequantized."""
+    device, dtype, stop = product.codes.device, product.dtype, min(first + TRIAL_COLUMNS, product.out_features)
+    chosen = slice(first, stop)
     rows = torch.randn(TRIAL_ROWS, product.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    weight = codes.dequantize(dtype, 0, count).to(device)
-    expected = nn.functional.linear(rows, weight, None if product.bias is None else product.bias[:count]).float()
+    weight = codes.dequantize(dtype, first, stop).to(device)
+    expected = nn.functional.linear(rows, weight, None if product.bias is None else product.bias[chosen]).float()
     many = rows.repeat(-(-(FEW.rows + 1) // TRIAL_ROWS), 1)
-    found = [(product(each)[:TRIAL_ROWS, :count], expected[: len(each)]) for each in (rows[:1], rows, many)]
+    found = [(product(each)[:TRIAL_ROWS, chosen], expected[: len(each)]) for each in (rows[:1], rows, many)]
     if not product.is_exact:
-        found.append((product.dequantized(0, count), weight))
+        found.append((product.dequantized(first, stop), weight))
     for actual, right in found:
         difference = float((actual.float() - right.float()).norm() / right.float().norm())
         if not difference < TOLERANCE[dtype]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,31 @@ def test_a_product_that_differs_from_torch_has_all_weights_dequantized(monkeypat
     assert reason is not None
     assert "int4 weights differ from torch's by 0.1" in reason
     assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+
+
+def zeroed(codes: Codes, outputs: int) -> Codes:
+    """Return the codes with weights of zero in the first ``outputs``."""
+    made = codes.codes.clone()
+    made[:outputs] = 8 if codes.kind is CodeKind.INT4 else 0
+    return replace(codes, codes=made)
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("outputs", [64, 96], ids=["some", "all"])
+def test_weights_that_are_zero_neither_pass_nor_fail_the_trial(
+    outputs: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = coded_model(zeroed(make_codes(CodeKind.INT8, 96, 32, 32), outputs), make_codes(CodeKind.INT8, 16, 96, 96))
+    launch = CodedProduct._launch
+
+    def doubled(self: CodedProduct, rows: torch.Tensor, out: torch.Tensor) -> None:
+        launch(self, rows, out)
+        out *= 1 + wrong
+
+    monkeypatch.setattr(CodedProduct, "_launch", doubled)
+    reason = replace_coded(model, torch.float32, DEVICE, lambda trial: trial(), is_exact=False)
+    assert reason == ("int8 weights differ from torch's by 1" if wrong else None)
+    assert [type(module) for module in model] == [nn.Linear if wrong else CodedProduct] * 2
 
 
 def served(folder: Path, monkeypatch: pytest.MonkeyPatch, *, exact: bool = False, **options: Any) -> ModelDevice:
