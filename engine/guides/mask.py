@@ -123,47 +123,59 @@ class MaskWork(NamedTuple):
 class _MaskBatch:
     """Masks that one thread computes, all for one compiler. Only ``compute`` may be called from any thread.
 
-    The library's limits bound each mask. If some grammar evades them, each mask is computed again in a thread of its
-    own, and the sequences without one fail.
+    The library's limits bound each mask. If some grammar evades them, the masks of its batch are computed again, one
+    after the other in another thread: the sequence of one that takes too long fails, and those behind it go on in the
+    next thread. So there is one thread that works, and one more for each grammar that does not return.
     """
 
-    def __init__(self, works: Sequence[MaskWork]) -> None:
+    def __init__(self, works: Sequence[MaskWork], *, is_one_by_one: bool = False) -> None:
         self._works = works
         self._compiler = works[0].grammar.compiler
-        self._results: list[MaskResult | InvalidRequest] | None = None
+        self._is_one_by_one = is_one_by_one or len(works) == 1
+        self._results: list[MaskResult | InvalidRequest] = []
         self._ended = threading.Event()
+        self._is_collected = False
         for work in works:
             work.of.batch = self
 
     def compute(self) -> None:
         try:
-            matchers = [work.begin() for work in self._works]
-            masks = self._compiler.masks(matchers, [work.tokens[work.stop - 1] for work in self._works])
-            self._results = [
-                work.result(matcher, mask) for work, matcher, mask in zip(self._works, matchers, masks, strict=True)
-            ]
+            for works in [[work] for work in self._works] if self._is_one_by_one else [self._works]:
+                if self._is_collected:  # what this thread has not computed is another's
+                    return
+                self._results += self._compute(works)
         finally:
             self._ended.set()
+
+    def _compute(self, works: Sequence[MaskWork]) -> list[MaskResult | InvalidRequest]:
+        matchers = [work.begin() for work in works]
+        masks = self._compiler.masks(matchers, [work.tokens[work.stop - 1] for work in works])
+        return [work.result(matcher, mask) for work, matcher, mask in zip(works, matchers, masks, strict=True)]
 
     def collect(self) -> None:
         """Give each sequence its mask."""
         ended = self._wait()
-        if self._results is not None:
-            for work, result in zip(self._works, self._results, strict=True):
-                work.of.set(work.stop, result)
+        self._is_collected = True
+        done = self._results[:]
+        for work, result in zip(self._works, done, strict=False):
+            work.of.set(work.stop, result)
+        rest = self._works[len(done) :]
+        if not rest:
             return
-        self._compiler.mask_thread.replace()
-        if len(self._works) == 1:
-            (work,) = self._works
-            work.of.set(work.stop, work.failure(ended=ended))
-            return
-        for work in self._works:
-            alone = _MaskBatch([work.again()])
-            threading.Thread(target=alone.compute, name="mask", daemon=True).start()
+        thread = self._compiler.mask_thread
+        thread.replace()
+        if self._is_one_by_one:
+            rest[0].of.set(rest[0].stop, rest[0].failure(ended=ended))
+            rest = rest[1:]
+        if rest:
+            thread.submit(_MaskBatch([work.again() for work in rest], is_one_by_one=True).compute)
 
     def _wait(self) -> bool:
-        began, used = time.monotonic(), time.process_time()
+        """Return whether the thread has ended; it may take the longest wait for each mask of those one by one."""
+        count = -1
         while not self._ended.wait(POLL_SECONDS):
+            if len(self._results) != count:
+                count, began, used = len(self._results), time.monotonic(), time.process_time()
             waited = time.monotonic() - began
             # Both: other threads may take a second of several processors in a part of it.
             if waited > LONGEST_WAIT_SECONDS or min(waited, time.process_time() - used) > MASK_SECONDS:

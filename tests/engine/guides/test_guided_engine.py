@@ -157,16 +157,21 @@ def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(
 ) -> None:
     monkeypatch.setattr(mask, "MASK_SECONDS", 0.2 if is_computing else 600.0)
     monkeypatch.setattr(mask, "LONGEST_WAIT_SECONDS", 600.0 if is_computing else 0.2)
-    is_over = threading.Event()
+    is_over, threads = threading.Event(), set[threading.Thread]()
+
+    def free(output: Sequence[int]) -> set[int]:
+        threads.add(threading.current_thread())
+        return {5, 6}
 
     def stuck(output: Sequence[int]) -> set[int]:
+        threads.add(threading.current_thread())
         while len(output) == 2 and not is_over.wait(0 if is_computing else None):
             pass
         return {5, 6}
 
     requests = [
-        make_request(name, [1, 2, 3], grammar=ScriptedGrammar(stuck if name == "bad" else lambda output: {5, 6}))
-        for name in ("before", "bad", "behind", "last")
+        make_request(name, [1, 2, 3], grammar=ScriptedGrammar(stuck if name == "bad" else free))
+        for name in ("before", "bad", "behind", "next", "last")
     ]
     try:
         outputs, ends = run(make_engine(device=device()), *requests)
@@ -178,6 +183,8 @@ def test_a_grammar_that_never_gives_a_mask_ends_its_sequence_and_no_other(
     assert "one that takes longer" in str(fault)
     assert all(len(output) == 8 for output in outputs.values())
     assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
+    beside = threads - {threading.current_thread()}
+    assert len(beside) <= 3, "that of the batch, and two that compute its masks one after the other"
 
 
 @pytest.mark.slow
