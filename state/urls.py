@@ -60,6 +60,7 @@ OWN_OPTIONS = frozenset(
 )
 """They would change the address, what replies are or the deadline of a call, or are objects and no texts."""
 _TLS_FILES = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
+_HASHED_NAME = re.compile(r"[0-9a-f]{8}\.[0-9]+")
 _PORT_LIMIT = "host:port with a port from 0 to 65535"
 
 
@@ -210,12 +211,24 @@ def _check_tls(connection: SSLConnection, options: Mapping[str, Any]) -> None:
                 pass
         except OSError as error:
             raise BadUrl(f"{name}: a file that can be read ({error.strerror})", options[name]) from None
+    if "ssl_ca_path" in options:
+        _check_ca_folder(options["ssl_ca_path"])
     if "ssl_keyfile" in options and "ssl_certfile" not in options:
         raise BadUrl("ssl_certfile beside ssl_keyfile", "ssl_keyfile alone")
     try:
         connection.ssl_context.get()
     except (OSError, ValueError, RedisError) as error:
         raise BadUrl("options ssl_* that fit together, with PEM files", str(error)) from None
+
+
+def _check_ca_folder(folder: str) -> None:
+    """Refuse a folder in which OpenSSL, which says nothing of it, finds no certificate."""
+    try:
+        names = [file.name for file in Path(folder).iterdir()]
+    except OSError as error:
+        raise BadUrl(f"ssl_ca_path: a folder that can be read ({error.strerror})", folder) from None
+    if not any(_HASHED_NAME.fullmatch(name) for name in names):
+        raise BadUrl("ssl_ca_path: a folder with certificates as `openssl rehash` names them", folder)
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:
