@@ -123,9 +123,9 @@ class Engine:
         self.step_queue.call_after_releases(partial(self.pool.evict, hashes))
 
     def add_adapter(self, prepared: PreparedAdapter) -> None:
-        """Have the device compute with an adapter."""
-        self._retired_adapters.discard(prepared.digest)
+        """Have the device compute with an adapter. Raises AdapterRefused if it has no memory for it."""
         self.device.adapters.add(prepared)
+        self._retired_adapters.discard(prepared.digest)
 
     def remove_adapter(self, digest: str) -> None:
         """Drop an adapter as soon as no sequence has it."""

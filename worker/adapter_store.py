@@ -64,7 +64,8 @@ class AdapterUse:
 class AdapterStore:
     """Owner of a worker's adapters: of what it announces, and of the device's.
 
-    ``max_bytes`` bounds the matrices in memory, with one adapter more from when its folder is read until it fits.
+    ``max_bytes`` bounds the matrices in the device's memory. One adapter more is in the host's from when its folder is
+    read until it fits.
     """
 
     def __init__(self, loop: EngineLoop, device: Adapters, max_bytes: int | None = None) -> None:
@@ -185,13 +186,14 @@ class AdapterStore:
         name, offer = found
         try:
             prepared = await asyncio.to_thread(self._read, name, offer.folder)
+            if prepared.digest != digest:
+                raise InvalidRequest("adapter", "one whose folder still has it", digest)
+            await self._make_room(prepared.nbytes)  # only now: a folder that is broken makes no other adapter leave
+            await self._add(prepared)
         except AdapterRefused as refused:
             _log.warning("adapter can't be read again", name=name, reason=refused.reason)
-            raise InvalidRequest("adapter", "one whose folder can still be read", digest) from None
-        if prepared.digest != digest:
-            raise InvalidRequest("adapter", "one whose folder still has it", digest)
-        await self._make_room(prepared.nbytes)  # only now: a folder that is broken makes no other adapter leave
-        await self._add(prepared)
+            limit = "one whose folder can still be read, with memory left for it"
+            raise InvalidRequest("adapter", limit, digest) from None
         self.changes.publish(None)
 
     async def _add(self, prepared: PreparedAdapter) -> None:

@@ -12,7 +12,7 @@ A fused layer adds them before its nonlinearity, as it runs kernels of its own o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +63,13 @@ class Change(NamedTuple):
 
 
 class CudaAdapter(NamedTuple):
+    """``changes`` are in the host's memory until the adapter is added, then in a copy on the device."""
+
     digest: str
     rank: int
     nbytes: int
     changes: Mapping[str, Change]
+    name: str = ""
 
     @property
     def rank_tiles(self) -> int:
@@ -211,23 +214,30 @@ class CudaAdapters:
         return digest in self._adapters
 
     def load(self, name: str, folder: Path) -> CudaAdapter:
-        """Read an adapter and copy it to the device, from any thread. Raises AdapterRefused."""
+        """Read an adapter into the host's memory, from any thread. Raises AdapterRefused."""
         adapter = self._fitting.read(name, folder)
-        parts = {
-            module: scaled(name, module, change, self._dtypes[module], TILE_RANK)
+        changes = {
+            module: Change(*self._pinned(scaled(name, module, change, self._dtypes[module], TILE_RANK)))
             for module, change in adapter.changes.items()
         }
-        nbytes = sum(each.nbytes for part in parts.values() for each in part)
-        try:
-            changes = {module: Change(*(each.to(self._device) for each in part)) for module, part in parts.items()}
-        except torch.OutOfMemoryError:
-            raise AdapterRefused(name, f"{self._device} has no memory left for its {nbytes} bytes") from None
-        return CudaAdapter(adapter.digest, adapter.rank, nbytes, changes)
+        nbytes = sum(each.nbytes for change in changes.values() for each in change)
+        return CudaAdapter(adapter.digest, adapter.rank, nbytes, changes, name)
+
+    def _pinned(self, parts: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Parts that the device copies by itself: the engine's thread does not wait for them."""
+        return (each.pin_memory() for each in parts) if self._device.type == "cuda" else parts
 
     def add(self, prepared: PreparedAdapter) -> None:
+        """Copy an adapter to the device: only now, as it takes the memory of those that have left."""
         assert isinstance(prepared, CudaAdapter)
-        self._table.add(prepared)
-        self._adapters[prepared.digest] = prepared
+        try:
+            changes = {module: place(change, self._device) for module, change in prepared.changes.items()}
+        except torch.OutOfMemoryError:
+            reason = f"{self._device} has no memory left for its {prepared.nbytes} bytes"
+            raise AdapterRefused(prepared.name, reason) from None
+        placed = prepared._replace(changes=changes)
+        self._table.add(placed)
+        self._adapters[prepared.digest] = placed
 
     def remove(self, digest: str) -> None:
         self._table.remove(digest)
@@ -249,6 +259,10 @@ class CudaAdapters:
                 yield
         finally:
             self._step.rows = None
+
+
+def place(change: Change, device: torch.device) -> Change:
+    return Change(*(each.to(device, non_blocking=True) for each in change))
 
 
 def linear_layers(model: nn.Module) -> Mapping[str, nn.Module]:

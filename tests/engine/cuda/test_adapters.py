@@ -165,10 +165,25 @@ def test_an_adapter_for_which_the_device_has_no_memory_is_refused_by_name(
     def full(*_: Any) -> Change:
         raise torch.OutOfMemoryError
 
-    assert adapters.load("a", folder).nbytes == 16 * (8 + 4) * 4
-    monkeypatch.setattr(cuda_adapters, "Change", full)
+    prepared = adapters.load("a", folder)
+    assert prepared.nbytes == 16 * (8 + 4) * 4
+    monkeypatch.setattr(cuda_adapters, "place", full)
     with pytest.raises(AdapterRefused, match=r"adapter a is not served: \w+ has no memory left for its 768 bytes"):
-        adapters.load("a", folder)
+        adapters.add(prepared)
+    assert prepared.digest not in adapters
+
+
+def test_an_adapter_takes_the_device_s_memory_only_when_it_is_added(tmp_path: Path) -> None:
+    """The others may still be there while it is read: a worker's bound and ``decant plan`` have no room for both."""
+    layer = torch.nn.Linear(8, 4, bias=False)
+    adapters = CudaAdapters(torch.nn.ModuleDict({"layer": layer}), {"layer": layer}, DEVICE)
+    adapters._device = torch.device("meta")
+    prepared = adapters.load("a", peft_adapters.plain(tmp_path, {"layer": (4, 8)}))
+    assert {each.device.type for change in prepared.changes.values() for each in change} == {"cpu"}
+    adapters.add(prepared)
+    assert {each.device.type for change in adapters._adapters[prepared.digest].changes.values() for each in change} == {
+        "meta"
+    }
 
 
 def test_linear_layers_of_all_kinds_add_the_changes(tmp_path: Path) -> None:
