@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from tests.loop_thread import on_a_thread
 
-
 HEADERS = 1
 """Type of the HTTP/2 frame that begins a response."""
 

@@ -91,8 +91,11 @@ class Waiting:
     async def calls(self, number: int) -> None:
         """Wait for so many calls to begin, and, if they are accepted, for their headers."""
         async with asyncio.timeout(PATIENCE_S):
-            while len(self.script.requests) < number or (self.script.accepts and self._num_accepted() < number):
+            while not self._have_begun(number):  # noqa: ASYNC110 - other loops count them
                 await asyncio.sleep(0.01)
+
+    def _have_begun(self, number: int) -> bool:
+        return len(self.script.requests) >= number and (not self.script.accepts or self._num_accepted() >= number)
 
     def _num_accepted(self) -> int:
         """Connections with a response beside that of the health check."""
