@@ -33,6 +33,7 @@ from decant.router.execution.request_list import list_requests, requests_page
 from decant.router.execution.result_memory import ResultMemory
 from decant.router.execution.services import RouterServices
 from decant.router.kserve.service import KServeService
+from decant.router.kv_events.publisher import make_kv_events
 from decant.router.limits import limits
 from decant.router.prompt_runs.runner import PromptRunner
 from decant.router.recovery.open_requests import OpenEntries
@@ -148,6 +149,7 @@ class RouterProcess:
             metrics=metrics,
             ended_s=Ttls().ended_s,
             timings=timings,
+            kv_events=make_kv_events(settings.kv_event_bytes, self.pool.membership.prefix_indexes),
         )
         self.requests = RequestRegistry(router)
         self.pool.on_capacity_changed = self.requests.on_workers_changed
@@ -254,6 +256,8 @@ class RouterProcess:
                 metrics.known_workers.labels(*labels).set(len(workers))
                 metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))
             metrics.cache_usage.labels(model).set(pool.cache_usage(model))
+        metrics.kv_events.bytes.set(self.requests.kv_events.num_bytes)
+        metrics.kv_events.subscribers.set(self.requests.kv_events.num_subscribers)
         metrics.store_available.set(self._is_store_available())
         metrics.store_unwritten.set(self.journal_writer.num_unwritten)
 

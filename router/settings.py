@@ -13,6 +13,9 @@ from decant.state.member_settings import MemberSettings
 
 _WHOLE_NUMBER = re.compile(r"-?\d{1,9}")
 
+MIN_KV_EVENT_BYTES = 16 << 20
+"""With less, subscribers that are slow for a moment would fall behind what is kept."""
+
 
 class RouterSettings(MemberSettings):
     models: tuple[str, ...] = Field(
@@ -74,6 +77,11 @@ class RouterSettings(MemberSettings):
         description="priorities of llm-d's objectives as NAME=PRIORITY, such as critical=100; for calls of VllmEngine "
         "with the metadata x-llm-d-inference-objective",
     )
+    kv_event_memory: str | None = Field(
+        default=None,
+        description="bytes for the tokens of cached blocks, such as 256M, at least 16M, to serve SubscribeKvEvents; "
+        "unset: off, because a gateway before several routers of one deployment would send each prefix to one router",
+    )
     balance_pools: bool = Field(
         default=False,
         description="move workers between the pools of prefill and decode as the load demands, without a restart, and "
@@ -95,6 +103,16 @@ class RouterSettings(MemberSettings):
             return size if size is None or parse_byte_size(size) else None
         except ValueError:
             raise SettingError("result_memory", BYTE_SIZE, size) from None
+
+    @field_validator("kv_event_memory")
+    @classmethod
+    def _kv_event_memory(cls, size: str | None) -> str | None:
+        try:
+            if size is None or parse_byte_size(size) >= MIN_KV_EVENT_BYTES:
+                return size
+        except ValueError:
+            pass
+        raise SettingError("kv_event_memory", "a size from 16M, such as 256M or 2G", size)
 
     @field_validator("stream_keepalive_seconds")
     @classmethod
@@ -119,6 +137,10 @@ class RouterSettings(MemberSettings):
     def priorities(self) -> Mapping[str, int]:
         """Priorities of objectives by name."""
         return {name: int(priority) for name, _, priority in (each.partition("=") for each in self.objectives)}
+
+    @property
+    def kv_event_bytes(self) -> int | None:
+        return parse_byte_size(self.kv_event_memory) if self.kv_event_memory is not None else None
 
     @property
     def result_bytes(self) -> int | None:

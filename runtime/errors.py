@@ -196,6 +196,13 @@ class OutOfRange(ServiceError):
         error._set(f"after_output_seqs: at most {list(last.output_seqs)}, got {list(sent)}", last)
         return error
 
+    @classmethod
+    def of_kv_events(cls, after: int, first: int, last: int) -> OutOfRange:
+        """Error for a subscriber that has the batches up to ``after``."""
+        error = cls(after, first, last)
+        error._set(f"start_sequence_number: 0, or from {first} to {last}, got {after}", ResumePoint(first, last))
+        return error
+
     def _set(self, text: str, resume: ResumePoint) -> None:
         detail = _detail(grpc.StatusCode.OUT_OF_RANGE, Reason.SEQ_NOT_KEPT, text)
         super().__init__(replace(detail, resume=resume))
@@ -256,7 +263,7 @@ class Aborted(ServiceError):
     """A stream that can't continue here.
 
     `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN with `resume`; SUPERSEDED
-    without, and QUEUE_FULL for a session whose router reads too slowly.
+    without, SLOW_READER for a subscriber of KV events, and QUEUE_FULL for a session whose router reads too slowly.
     """
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:

@@ -155,6 +155,7 @@ class Execution:
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
         self.stream.end = end
         self.stream.notify()
+        self._router.kv_events.record_answer(self.stream, self._context.prefix)
         self._owner.on_ended(self)
         self._release(reason)
         if not self.accepted.done():
@@ -280,8 +281,10 @@ class Execution:
 
     async def _run_attempts(self) -> Finish:
         router, context = self._router, self._context
-        for block_size in router.pool.block_sizes(self._request.engine_request.model):
+        block_sizes = router.pool.block_sizes(self._request.engine_request.model)
+        for block_size in block_sizes:
             await context.prefix.prepare(block_size)
+        router.kv_events.record_prompt(self.stream, context.prefix, block_sizes)
         while True:
             self._attempt = attempt = Attempt(context, router.pool, router.peer)
             try:

@@ -55,6 +55,7 @@ class RequestRegistry:
         self.executions = ExecutionTable(router)
         self.is_draining = False
         self.num_left_behind = 0
+        self.kv_events = router.kv_events
         self._router = router
         pool, settings = router.pool, router.settings
         self.first_workers = FirstWorkerQueue(
@@ -244,6 +245,7 @@ class RequestRegistry:
         """
         self.is_draining = True
         self.first_workers.close()
+        self.kv_events.close()
         try:
             async with asyncio.timeout(seconds):
                 await self.executions.wait_idle()

@@ -7,6 +7,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.admission.control import AdmissionControl
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
+from decant.router.kv_events.publisher import KvEvents, NoKvEvents
 from decant.router.request.stored import RestoreRequest
 from decant.router.settings import RouterSettings
 from decant.router.timings import RouterTimings
@@ -34,6 +35,7 @@ class RouterServices:
     ended_s: float
     """How long the store keeps an ended request."""
     timings: RouterTimings = field(default_factory=RouterTimings)
+    kv_events: KvEvents = field(default_factory=NoKvEvents)
 
 
 class ExecutionOwner(Protocol):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 
-from decant.engine.block_hashes import REPORTED_BYTES, cache_salt, hash_blocks, root_hash
+from decant.engine.block_hashes import REPORTED_BYTES, BlockHash, cache_salt, hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
 
@@ -25,7 +25,10 @@ HEARTBEATS_UNTIL_REPORTED = 2
 
 
 def reported_hashes(prompt: bytes, salt: bytes, block_size: int) -> array[int]:
-    hashes = hash_blocks(root_hash(salt), packed.unpack(prompt), block_size)
+    return _reported(hash_blocks(root_hash(salt), packed.unpack(prompt), block_size))
+
+
+def _reported(hashes: Iterable[BlockHash]) -> array[int]:
     return array("Q", b"".join([block_hash[:REPORTED_BYTES] for block_hash in hashes]))
 
 
@@ -35,6 +38,7 @@ class PromptBlocks:
     def __init__(self, request: wire.EngineRequest) -> None:
         self._request = request
         self._hashes: dict[int, array[int]] = {}
+        self._last: dict[int, BlockHash] = {}  # whole hash of the last block, or what comes before the first
         self.is_shared = not request.bypass_prefix_cache
         self._max_cached = self._max_cached_tokens() if self.is_shared else 0
         self.may_hit = self._max_cached > 0
@@ -57,9 +61,25 @@ class PromptBlocks:
             return ()
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            salt = cache_salt(self._request.salt, self._request.adapter)
-            hashes = self._hashes[block_size] = reported_hashes(self._request.prompt, salt, block_size)
+            root = root_hash(cache_salt(self._request.salt, self._request.adapter))
+            whole = hash_blocks(root, packed.unpack(self._request.prompt), block_size)
+            self._last[block_size] = whole[-1] if whole else root
+            hashes = self._hashes[block_size] = _reported(whole)
         return hashes
+
+    @property
+    def block_sizes(self) -> Collection[int]:
+        """Sizes of blocks for which it has hashes."""
+        return self._hashes.keys()
+
+    def hashes_with(self, block_size: int, output: Iterable[int]) -> Sequence[int]:
+        """Hashes of the blocks of the prompt and the output tokens after it."""
+        if not self.is_shared:
+            return ()
+        hashes = array("Q", self.hashes(block_size))
+        rest = packed.unpack(self._request.prompt)[len(hashes) * block_size :]
+        rest.extend(output)
+        return hashes + _reported(hash_blocks(self._last[block_size], rest, block_size))
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_size: int) -> int:
         """Prompt tokens in ``cache``, never all: the last token is computed for its logits."""
@@ -78,6 +98,14 @@ class PromptBlocks:
         return cached
 
 
+OnReported = Callable[[int, Iterable[int], Iterable[int]], None]
+"""Takes the number of a worker, and the hashes of blocks that it has reported to have, and to have no longer."""
+
+
+def _ignore_report(worker: int, published: Iterable[int], dropped: Iterable[int]) -> None:
+    pass
+
+
 class PrefixIndex:
     """Which workers have which blocks in their prefix caches, by the hash of the block's tokens.
 
@@ -87,6 +115,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.block_sizes = Counter[int]()
+        self.on_reported: OnReported = _ignore_report
+        """Called with what workers report. A worker that is closed has all its blocks no longer, also expected ones."""
         self._holders: dict[int, int] = {}  # bit n: worker n has the block
         self._free: list[int] = []
         self._workers = 0
@@ -171,6 +201,7 @@ class WorkerPrefixCache:
         self._cached.difference_update(dropped)
         self._index.add(self._worker, published)
         self._index.remove(self._worker, dropped)
+        self._index.on_reported(self._worker, published, dropped)
         if self._expected:
             for block_hash in (*published, *dropped):
                 self._expected.pop(block_hash, None)
@@ -179,6 +210,7 @@ class WorkerPrefixCache:
 
     def close(self) -> None:
         self._index.remove(self._worker, self._cached)
+        self._index.on_reported(self._worker, (), self._cached)
         self._index = PrefixIndex()
 
     def _forget_expired(self) -> None:

@@ -20,11 +20,13 @@ from decant.router.limits import check_count, check_id
 from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import ServedModel
 from decant.router.vllm.engine_info import EngineInfoSource, model_info
+from decant.router.vllm.kv_events import event_batch
 from decant.router.vllm.metadata import TTL, CallMetadata, call_metadata
 from decant.router.vllm.requests import embed_request, generate_request, vllm_field_names
 from decant.router.vllm.responses import ChunkWriter, complete_responses, embed_response
 from decant.router.vllm.tokenizer_archive import TokenizerArchive
-from decant.runtime.errors import DeadlineExceeded, NotFound, Unimplemented
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Aborted, DeadlineExceeded, NotFound, Unimplemented
 from decant.runtime.serving.server import Service
 from decant.runtime.telemetry.tracing import Span
 from decant.state.ids import RequestKey
@@ -66,7 +68,7 @@ class VllmEngineService:
         return Service(
             _SERVICE,
             lambda server: vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server),
-            admission_methods=frozenset({"Generate", "Embed"}),
+            admission_methods=frozenset({"Generate", "Embed", "SubscribeKvEvents"}),
         )
 
     # Generation
@@ -154,6 +156,29 @@ class VllmEngineService:
             await call.context.write(common.GetTokenizerChunk(data=chunk))
         await call.context.write(common.GetTokenizerChunk(data=last, sha256=archive.sha256))
 
+    @authenticated
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: common.SubscribeKvEventsRequest, call: AuthenticatedCall
+    ) -> None:
+        """Write the events of the tenant's blocks of one model until the client leaves.
+
+        No batch has a load record, so `load_records_before_first_batch` changes nothing. Raises what
+        `KvEvents.subscribe` and `Subscription.next` do, and Aborted(SLOW_READER) if the client reads no message.
+        """
+        check_known(request)
+        model = self._model(call)
+        kv_events, after = self._registry.kv_events, request.start_sequence_number
+        with kv_events.subscribe(model.id, call.tenant.name, after) as subscription:
+            await call.send_acceptance()
+            while True:
+                message = event_batch(await subscription.next())
+                try:
+                    async with asyncio.timeout(self._calls.unread_s):
+                        await call.write(message)
+                except TimeoutError:
+                    detail = f"the client read no message for {self._calls.unread_s:g} s"
+                    raise Aborted(Reason.SLOW_READER, detail) from None
+
     def _metadata(self, call: AuthenticatedCall) -> CallMetadata:
         return call_metadata(call.context.invocation_metadata() or (), self._objectives)
 
@@ -162,7 +187,6 @@ class VllmEngineService:
 
     # What this server does not do
 
-    SubscribeKvEvents = _refused("SubscribeKvEvents", "routers share the caches of all workers")
     FlushCache = _refused("FlushCache", "a prefix cache empties itself as its blocks are needed")
     StartProfile = _refused("StartProfile", "workers have no profiler")
     StopProfile = _refused("StopProfile", "workers have no profiler")

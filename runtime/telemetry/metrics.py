@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.protocol import PROTOCOL
-from decant.runtime.telemetry.usage_metrics import AdapterMetrics, TenantMetrics
+from decant.runtime.telemetry.usage_metrics import AdapterMetrics, KvEventMetrics, TenantMetrics
 
 PREFIX = "decant"
 
@@ -236,6 +236,7 @@ class RequestMetrics:
         self.queues = QueueMetrics(registry)
         self.tenants = TenantMetrics(registry, tenants)
         self.adapters = AdapterMetrics(registry)
+        self.kv_events = KvEventMetrics(registry)
         self.ready_workers = registry.gauge(
             "ready_workers", "Workers to which this router may send new requests.", ("model", "role")
         )

@@ -45,6 +45,16 @@ class TenantMetrics:
         return tenant if tenant in self._labels else OTHER_TENANTS
 
 
+class KvEventMetrics:
+    """Of `SubscribeKvEvents`; 0 where it is off."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.bytes = registry.gauge(
+            "kv_event_memory_bytes", "Memory of tokens of cached blocks and of batches of KV events, as estimated."
+        )
+        self.subscribers = registry.gauge("kv_event_subscribers", "Calls of SubscribeKvEvents that are open.")
+
+
 class AdapterMetrics:
     """Requests with an adapter. The first MAX_ADAPTERS names are labels, all others are OTHER_ADAPTERS."""
 

@@ -29,6 +29,8 @@ ELSEWHERE = {
     "decant_adapter_requests_total": "scripted workers have no adapter: tests/router/test_adapters.py",
     "decant_adapter_prompt_tokens_total": "the same",
     "decant_adapter_generation_tokens_total": "the same",
+    "decant_kv_event_memory_bytes": "0 without the setting: tests/router/test_kv_event_service.py",
+    "decant_kv_event_subscribers": "the same",
     "decant_requests_adopted_total": "needs a second router: tests/router/test_adoption.py",
     "decant_kv_cache_usage_ratio": "scripted workers use no block: tests/router/test_router_process.py",
     "decant_result_bytes": "set every 15 s: tests/router/test_result_memory.py",

@@ -16,6 +16,7 @@ from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
 from decant.router.execution.registry import AcceptedAdapter
+from decant.router.kv_events.publisher import KvEvents, NoKvEvents
 from decant.router.prompt_runs.prompt_run import ComputedPrompt
 from decant.router.prompt_runs.runner import PromptBatch
 from decant.router.request.output import Finish, Output
@@ -120,6 +121,7 @@ class ScriptedRegistry:
         """Tenants of calls that need no worker."""
         self.prompts = ScriptedPrompts()
         self.known_adapters: list[wire.Adapter] = []
+        self.kv_events: KvEvents = NoKvEvents()
         self.plan: Callable[[TokenStream], Any] = lambda stream: None
 
     async def begin(self, request: ValidRequest, on_waiting: Any = None) -> TokenStream:

@@ -20,6 +20,7 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.services import RouterServices
+from decant.router.kv_events.publisher import make_kv_events
 from decant.router.request.output import Finish
 from decant.router.request.stored import RestoreRequest
 from decant.router.request.token_stream import TokenStream
@@ -186,9 +187,9 @@ async def core(
     pool.on_capacity_changed = admission.grant
     quota_leases = QuotaLeases(store.quotas, quotas)
     metrics = RequestMetrics(Registry(process=False))
-    router = RouterServices(
-        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, metrics, 3600.0, timings
-    )
+    kv_events = make_kv_events(checked.kv_event_bytes, pool.membership.prefix_indexes)
+    parts = (peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, metrics)
+    router = RouterServices(*parts, ended_s=3600.0, timings=timings, kv_events=kv_events)
     requests = RequestRegistry(router)
     async with AsyncExitStack() as stack:
         for close, task in (

@@ -22,6 +22,7 @@ from decant.router.api.prompt_calls import PromptCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.registry import RequestRegistry
 from decant.router.kserve.service import KServeService
+from decant.router.kv_events.publisher import KvEvents, NoKvEvents
 from decant.router.limits import limits
 from decant.router.placement.capacity import PoolCapacity
 from decant.router.request.token_stream import TokenStream
@@ -116,14 +117,16 @@ async def harness(
     callers: Authenticator | None = None,
     unread_s: float = UNREAD_S,
     drain_seconds: float = 1.0,
+    kv_events: KvEvents | None = None,
 ) -> AsyncIterator[Harness]:
     requests, registry, readiness = ScriptedRegistry(), Registry(process=False), Readiness()
+    requests.kv_events = kv_events or NoKvEvents()
     served = served or Models([tiny()])
     metrics = RequestMetrics(registry)
     calls = GenerationCalls(served, cast(Any, requests), metrics, unread_s, keepalive_s=1e6)
     service = make_service(requests, registry, served, callers, unread_s, calls, metrics).service()
-    vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served), metrics).service()
     authenticator = callers or NoAuthentication(served)
+    vllm = make_vllm_service(calls, requests, authenticator, metrics).service()
     tensors = KServeService(calls, cast(Any, requests), authenticator, "1.2.3", lambda: readiness.is_ready)
     server = Server(
         [service, vllm, tensors.service()], ServerSettings(port=0, drain_seconds=drain_seconds), readiness, registry
