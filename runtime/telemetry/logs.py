@@ -6,10 +6,11 @@ loggers. Values of keys in ``PRIVATE``, text of users, are replaced by their len
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-from contextlib import AbstractContextManager
-from typing import Any, Literal, TextIO
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from pydantic import Field
@@ -30,8 +31,27 @@ class LogSettings(Settings):
     )
 
 
+class LossyStream(io.TextIOBase):
+    """Output whose lines are lost while it can't be written: neither a full disk nor a closed pipe fails a caller."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError, ValueError):
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._out.flush()
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
+
+
 def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) -> None:
-    out = stream or sys.stdout
+    out = cast(TextIO, LossyStream(stream or sys.stdout))
     console = settings.log_format == "console" or (settings.log_format == "auto" and out.isatty())
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     common = _common(service)

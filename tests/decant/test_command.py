@@ -198,7 +198,7 @@ def test_without_a_folder_for_temporary_files_one_line_names_it(monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("redirect", ["", ">&-", "2>&- >&-", "| head -c 1"])
+@pytest.mark.parametrize("redirect", ["", ">&-", "2>&- >&-", "| head -c 1", ">/dev/full"])
 def test_an_output_that_is_ascii_or_closed_gets_no_traceback(redirect: str, address: str, script: Script) -> None:
     async def foreign(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
         async for message in short_answer(request, context):
@@ -211,6 +211,9 @@ def test_an_output_that_is_ascii_or_closed_gets_no_traceback(redirect: str, addr
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "Traceback" not in done.stderr
+    if redirect == ">/dev/full":
+        assert (done.returncode, done.stderr) == (1, "decant: standard output: No space left on device\n")
+        return
     assert done.returncode == 0
     if not redirect:
         assert done.stdout == "\\xe9\\u2028bc\n"

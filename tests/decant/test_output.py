@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -52,6 +53,23 @@ def test_a_reader_that_is_gone_stops_nothing() -> None:
     output = Output(Gone())
     assert output.line("router-1", LINE)["event"] == "serving"
     assert output.line("router-1", LINE)["event"] == "serving"
+
+
+def test_a_full_disk_loses_lines_and_stops_nothing() -> None:
+    class Full(io.StringIO):
+        is_full = True
+
+        def flush(self) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    for kind in (Output, Columns):
+        out = Full()
+        output = kind(out)
+        assert output.line("router-1", LINE)["event"] == "serving"
+        out.is_full = False
+        output.line("router-1", json.dumps({"event": "written again"}))
+        assert "written again" in out.getvalue()
 
 
 class Terminal:

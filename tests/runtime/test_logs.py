@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import json
 import logging
 import sys
@@ -30,6 +31,29 @@ def test_a_line_is_json_with_time_level_event_and_service(out: StringIO) -> None
         "tokens_out": 3,
         "seconds": 0.5,
     }
+
+
+class Full(StringIO):
+    """On a disk that is full at first."""
+
+    is_full = True
+
+    def flush(self) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("out")
+def test_a_log_on_a_full_disk_fails_no_caller_and_goes_on_when_there_is_space() -> None:
+    full = Full()
+    logs.start("router", LogSettings(), stream=full)
+    logs.get("here").info("lost, or written later")
+    logging.getLogger("elsewhere").warning("lost, or written later")
+    full.is_full = False
+    logs.get("here").info("written again")
+    assert lines(full)[-1]["event"] == "written again"
+    full.close()
+    logs.get("here").info("its reader has gone")
 
 
 async def test_bound_fields_belong_to_their_task(out: StringIO) -> None:

@@ -15,7 +15,9 @@ _SHOWN_APART = {"time", "level", "event", "message", "service", "module", "proce
 
 
 class Output:
-    """Output as JSON lines with ``process`` added; nothing is written after a broken pipe."""
+    """Output as JSON lines with ``process`` added; nothing is written after a broken pipe, and lines are lost while a
+    disk is full.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -46,6 +48,8 @@ class Output:
                 self._out.flush()
             except (BrokenPipeError, ValueError):
                 self._broken = True
+            except OSError:
+                pass  # the processes' output is read on: a full pipe would stop them
 
 
 class Columns(Output):
