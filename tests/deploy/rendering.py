@@ -43,6 +43,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "redis": ("redis-development", "redis-external"),
     "weights": (None, "weights-pvc", "weights-image", "weights-hub"),
     "scaling": (None, "autoscaling-hpa", "autoscaling-keda"),
+    "clients": (None, "client-tls", "openai-gateway"),
     **{
         name: (None, name)
         for name in (
@@ -52,7 +53,6 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
             "rdma",
             "opentelemetry",
             "availability",
-            "openai-gateway",
             "openshift",
         )
     },

@@ -86,6 +86,21 @@ def test_certificates_come_from_an_authority_of_this_deployment() -> None:
     assert all(admin["secretName"] not in manifests.mounted_secrets(name).values() for name in PROCESSES)
 
 
+def test_clients_get_tls_with_a_certificate_for_the_names_of_the_services_alone() -> None:
+    manifests = with_redis("cert-manager", "client-tls")
+    spec = manifests.of_kind("Certificate")["decant-clients"]["spec"]
+    assert manifests.of_kind("Issuer")[spec["issuerRef"]["name"]]["spec"]["ca"]
+    router = manifests.processes["router"]
+    services = [one for one in manifests.of_kind("Service").values() if service_pods(manifests, one) == router]
+    assert {f"{one['metadata']['name']}.decant.svc" for one in services} < set(spec["dnsNames"])
+    assert manifests.settings("router").peer_name not in spec["dnsNames"], "it does not stand for a worker"
+    assert "client auth" not in spec["usages"]
+    settings = manifests.settings("router")
+    assert {
+        manifests.mounted_secrets("router")[str(one.parent)] for one in (settings.tls_certificate, settings.tls_key)
+    } == {spec["secretName"]}
+
+
 def test_the_audit_runs_as_an_administrator_within_the_limits_of_a_pod() -> None:
     (job,) = yaml.safe_load_all((DEPLOY / "audit.yaml").read_text())
     kubernetes_validate.validate({**job, "metadata": {**job["metadata"], "name": "x"}}, VERSION, strict=True)

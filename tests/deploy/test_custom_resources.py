@@ -19,7 +19,7 @@ MODULES = {
 
 
 def custom_resources() -> list[Object]:
-    everything = combined(("redis-development", "cert-manager", "monitoring", "autoscaling-keda"))
+    everything = combined(("redis-development", "cert-manager", "monitoring", "autoscaling-keda", "client-tls"))
     return [
         one
         for one in [*everything.objects, *overlay("production").objects]
