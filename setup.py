@@ -105,7 +105,7 @@ class Build(build):
 
 KERNELS = Path("decant/engine/cpu/kernels")
 FLAGS = ("-std=c++17", "-O3", "-g0", "-mfma", "-mf16c", "-ffp-contract=off", "-fopenmp")
-AVX512 = ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "bf16")
+AVX512 = ("f", "bw", "dq", "vl", "vbmi", "vbmi2", "vnni", "bf16")
 CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
     "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in AVX512)),

@@ -2,7 +2,8 @@
 
     python -m bench.quantization [--model qwen2.5-0.5b] [--runs 10] [--peers] [--json OUT]
 
-Decode steps of 1, 8 and 64 sequences and a prompt are timed on random weights in the shape of ``--model``. Quality is
+Decode steps of 1, 8 and 64 sequences and a prompt are timed on random weights in the shape of ``--model``. In w8a8 and
+w4a8 inputs of linear layers are rounded to int8, too (``--activations int8``). Quality is
 the perplexity of the model tiny-python on the Python files that it was not trained on; the interpreter must be of the
 version that it was trained with. Figures are medians. With --peers, the steps of OpenVINO and llama.cpp are measured
 after these, with their own weights in the same kinds: the former in an environment of its own, the latter by libraries
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -37,36 +38,42 @@ from bench.options import add_json, positive, write_result
 from bench.workloads import Item
 from decant import models
 from decant.bench import model_shapes as shapes
+from decant.engine.checkpoint.coded_linear import round_rows
 from decant.engine.checkpoint.quantize import Quantization, quantize
 from decant.engine.cpu.gemm import NativeWeight
-from decant.engine.cpu.linear import PackedLinear
+from decant.engine.cpu.kernels.loader import KERNELS
+from decant.engine.cpu.linear import PackedLinear, pack
 from decant.engine.engine import Engine
 from decant.engine.loading import load
-from decant.engine.model.model import ModelConfig, ModelDevice
+from decant.engine.model.model import Activations, ModelConfig, ModelDevice
 from decant.engine.request import Request, StopParams
 from decant.models import bpe, corpus, evaluate
 from decant.runtime.cores import available_cores
 
 PLAIN = "bfloat16"
-KINDS: Sequence[str] = (PLAIN, *get_args(Quantization))
+
+
+class Kind(NamedTuple):
+    quantize: Quantization | None
+    activations: Activations = "auto"
+
+
+KINDS: Mapping[str, Kind] = {
+    PLAIN: Kind(None),
+    "int8": Kind("int8"),
+    "int4": Kind("int4"),
+    "w8a8": Kind("int8", "int8"),
+    "w4a8": Kind("int4", "int8"),
+}
+PEER_KINDS: Sequence[str] = (PLAIN, "int8", "int4")
 CASES = {"decode 1": Case(1, 128), "decode 8": Case(8, 128), "decode 64": Case(64, 128)}
 BUDGET = 512
 """Tokens of a prompt's steps."""
 
 
-def quantization(kind: str) -> Quantization | None:
-    return None if kind == PLAIN else kind  # type: ignore[return-value]
-
-
 def load_kinds(model: str, context: int, kv_bytes: int) -> dict[str, ModelDevice]:
-    return {
-        kind: load(
-            ModelConfig(
-                model, dtype=PLAIN, device="cpu", context_length=context, kv_bytes=kv_bytes, quantize=quantization(kind)
-            )
-        )
-        for kind in KINDS
-    }
+    config = ModelConfig(model, dtype=PLAIN, device="cpu", context_length=context, kv_bytes=kv_bytes)
+    return {name: load(replace(config, **kind._asdict())) for name, kind in KINDS.items()}
 
 
 def weight_bytes(device: ModelDevice) -> int:
@@ -103,11 +110,14 @@ def perplexities(files: int | None = None) -> dict[str, float]:
     held_out = [source.text for source in corpus.read_sources(corpus.standard_library()) if source.held_out]
     documents = bpe.encode(tokenizer, held_out[:files])
     found = {}
-    for kind in KINDS:
+    for name, kind in KINDS.items():
         model = LlamaForCausalLM.from_pretrained(models.path(), dtype=torch.float32).eval()
-        if (to := quantization(kind)) is not None:
-            quantize(model, to)
-        found[kind] = math.exp(evaluate.mean_nats(model, documents))
+        if kind.quantize is not None:
+            quantize(model, kind.quantize)
+        if kind.activations != "auto":
+            round_rows(model)
+            pack(model, KERNELS)
+        found[name] = math.exp(evaluate.mean_nats(model, documents))
     return found
 
 
@@ -147,11 +157,11 @@ def measure_peers(job: Job, console: Console) -> dict[str, dict[str, dict[str, f
 
 def measure_peer(title: str, job: Job, console: Console) -> dict[str, dict[str, float]]:
     by_kind = {}
-    for kind in KINDS:
+    for kind in PEER_KINDS:
         console.print(f"{title}, {kind} ...")
-        weights = quantization(kind) or "plain"
+        weights = KINDS[kind].quantize or "plain"
         by_kind[kind] = run_contender(PEERS[title], replace(job, weights=weights), lambda _: None, lambda line: None)
-    return {name: {kind: by_kind[kind][name] for kind in KINDS} for name in by_kind[PLAIN]}
+    return {name: {kind: by_kind[kind][name] for kind in PEER_KINDS} for name in by_kind[PLAIN]}
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
@@ -160,7 +170,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         table.add_row(name, *(f"{times[kind]:.1f} ms ({times[PLAIN] / times[kind]:.2f})" for kind in KINDS))
     for title, cases in result["peers"].items():
         for name, times in cases.items():
-            table.add_row(f"{title}, {name}", *(f"{times[kind]:.1f} ms" for kind in KINDS))
+            table.add_row(f"{title}, {name}", *(f"{times[kind]:.1f} ms" for kind in PEER_KINDS))
     table.add_row("layers and head", *(f"{result['weight_bytes'][kind] / 1e6:.1f} MB" for kind in KINDS))
     if result["perplexity"]:
         plain = result["perplexity"][PLAIN]

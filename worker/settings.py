@@ -82,6 +82,11 @@ class WorkerSettings(MemberSettings):
         description="quantize linear layers and the head while they are loaded; int8: a scale for "
         "each output; int4: one for each 64 inputs, with an int8 head; unset: as the checkpoint has them",
     )
+    activations: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="inputs of linear layers on a CPU; auto: in the dtype of the model; int8: rounded to 8 bits, with "
+        "a scale for each token, where weights are int8 or int4, which is faster and less precise",
+    )
     adapters: tuple[str, ...] = Field(
         default=(),
         description="LoRA adapters of the model: NAME=FOLDER, separated by commas; a folder as PEFT saves it",

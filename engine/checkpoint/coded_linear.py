@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from decant.engine.checkpoint.weight import PIECE, Weight
+from decant.engine.checkpoint.weight import PIECE, CodeKind, Weight
 
 
 class CodedLinear(nn.Module):
     """``nn.Linear`` with a quantized weight, read and dequantized for each product, some outputs at a time."""
+
+    rounds_rows = False
+    """Whether the product that a backend makes of it rounds its inputs to int8; here they stay as they are."""
 
     def __init__(self, source: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,6 +39,16 @@ def coded_digest(model: nn.Module) -> str:
     kinds = {name: each.source.kind.name for name, each in model.named_modules() if isinstance(each, CodedLinear)}
     text = "\n".join(f"{name} {kind}" for name, kind in sorted(kinds.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
+
+
+def round_rows(model: nn.Module) -> bool:
+    """Have the layers whose codes are integers round their inputs to int8. Returns whether there are any."""
+    layers = [
+        each for each in model.modules() if isinstance(each, CodedLinear) and each.source.kind is not CodeKind.FP8
+    ]
+    for layer in layers:
+        layer.rounds_rows = True
+    return bool(layers)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -34,6 +34,7 @@ class CpuBackend(TorchBackend):
     exact = PARTS
     keeps_codes = True
     keeps_experts = True
+    rounds_rows = True
     _kernels: ModuleType | None = None
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class _Norm(ctypes.Structure):
 class _Linear(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("weight", "bias")],
-        *[(name, ctypes.c_int64) for name in ("inner", "outputs", "is_coded")],
+        *[(name, ctypes.c_int64) for name in ("inner", "outputs", "form")],
     )
 
 
@@ -79,7 +79,7 @@ class NativeLayer(FusedLayer[NativeAttention]):
         self.hidden = parts.weights[0].inner
         self._descriptor = _Layer(
             *[_Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps) for norm in parts.norms],
-            *[_Linear(*weight.addresses, weight.inner, weight.outputs, weight.is_coded) for weight in parts.weights],
+            *[_Linear(*weight.addresses, weight.inner, weight.outputs, weight.form) for weight in parts.weights],
             *(call.query.shape[1], call.key.shape[1], self.width),
             call.scaling,
             call.softcap or 0.0,

@@ -4,6 +4,8 @@ A general matrix product chooses its kernel by the number of rows, and with it a
 
     PackedWeight   the compiled kernels: weights in bfloat16 (twelve bits in the AVX-512 build) or float32
     CodedWeight    the compiled kernels: quantized weights, decoded in registers
+    CodesForInt8   the compiled kernels: rows are rounded to int8, and multiplied with codes of integers
+    RoundedRows    the same without the kernels, with the same bits
     Dequantized    without the kernels: a quantized weight is dequantized for each product, some outputs at a time
     OneDnn         without the kernels: oneDNN's product on packed weights, without AMX
     SingleRows     a build of torch without oneDNN: torch's product of each row, in float32
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
 from types import ModuleType
 
 import torch
 
 from decant.engine.checkpoint.weight import CodeKind, Codes
+from decant.engine.cpu import int8_rows
 from decant.engine.cpu.huge_pages import Arena
 from decant.engine.cpu.threads import all_for_torch, num_threads
 
@@ -45,11 +49,21 @@ def prepare(
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
-def prepare_codes(codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, kernels: ModuleType | None) -> Product:
+def prepare_codes(
+    codes: Codes,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    kernels: ModuleType | None,
+    *,
+    rounds_rows: bool = False,
+) -> Product:
     """Return the product of rows in ``dtype`` with a copy of a quantized weight, whose ``order`` is the caller's task.
 
-    A weight with groups that the kernels don't take is dequantized here, and takes the memory of a plain one.
+    A weight with groups that the kernels don't take is dequantized here, and takes the memory of a plain one. With
+    ``rounds_rows``, rows are rounded to int8 where the weight's codes are integers in groups that the kernels take.
     """
+    if rounds_rows and int8_rows.takes(codes):
+        return int8_rows.RoundedRows(codes, bias) if kernels is None else CodesForInt8(kernels, codes, bias, dtype)
     if kernels is None:
         return Dequantized(codes, bias, dtype)
     if not codes.has_kernel_group:
@@ -57,10 +71,18 @@ def prepare_codes(codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, k
     return CodedWeight(kernels, codes, bias, dtype)
 
 
+class WeightForm(IntEnum):
+    """As enum WeightForm in kernels/linear.h."""
+
+    NUMBERS = 0
+    CODES = 1
+    CODES_FOR_INT8 = 2
+
+
 class NativeWeight:
     """Weight in the memory of the compiled kernels."""
 
-    is_coded = False
+    form = WeightForm.NUMBERS
 
     def __init__(
         self, multiply: Callable[..., None], shape: torch.Size, dtype: torch.dtype, bias: torch.Tensor | None
@@ -89,7 +111,7 @@ class NativeWeight:
         out = x.new_empty(*x.shape[:-1], self.outputs)
         rows, panels = x.numel() // self.inner, self.outputs // PANEL
         addresses = x.data_ptr(), *self.addresses, out.data_ptr()
-        self._multiply(self._half, self.is_coded, *addresses, rows, self.inner, panels, num_threads())
+        self._multiply(self._half, self.form, *addresses, rows, self.inner, panels, num_threads())
         return out
 
 
@@ -110,7 +132,7 @@ _FP8_FACTOR = 256
 
 
 class CodedWeight(NativeWeight):
-    is_coded = True
+    form = WeightForm.CODES
 
     def __init__(self, kernels: ModuleType, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(kernels.multiply, codes.shape, dtype, bias)
@@ -120,7 +142,12 @@ class CodedWeight(NativeWeight):
         tensors = [None if part is None else part.contiguous() for part in parts]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         kind, size = _KINDS[codes.kind], (*codes.shape, codes.group)
-        self._pack(lambda to: kernels.pack_codes(self._half, kind, *addresses, has_half_scales, to, *size))
+        for_int8 = self.form is WeightForm.CODES_FOR_INT8
+        self._pack(lambda to: kernels.pack_codes(self._half, for_int8, kind, *addresses, has_half_scales, to, *size))
+
+
+class CodesForInt8(CodedWeight):
+    form = WeightForm.CODES_FOR_INT8
 
 
 class Dequantized:

@@ -61,7 +61,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Module
 def _pack_coded(module: CodedLinear, kernels: ModuleType | None) -> PackedLinear:
     codes = module.source.codes()
     wider = codes.in_order().padded(_widened(codes.shape[0]))
-    product = prepare_codes(wider, _widen_bias(module.bias), module.dtype, kernels)
+    bias = _widen_bias(module.bias)
+    product = prepare_codes(wider, bias, module.dtype, kernels, rounds_rows=module.rounds_rows)
     return PackedLinear(module.weight, product, codes.order)
 
 

@@ -61,6 +61,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def rounds_rows(self) -> bool:
+        """Whether its products round the inputs of a ``CodedLinear`` that asks for it."""
+        ...
+
+    @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes that the device multiplies fast enough to serve."""
         ...
@@ -135,6 +140,7 @@ class TorchBackend:
     exact: frozenset[str] = frozenset()
     keeps_codes = False
     keeps_experts = False
+    rounds_rows = False
     block_size = BLOCK_SIZE
 
     def __init__(self, device: torch.device) -> None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -36,6 +37,9 @@ from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import BlockMemory, DeviceMemory, StepPlan, StepResult
 
+Activations = Literal["auto", "int8"]
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -51,6 +55,7 @@ class ModelConfig:
     eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
     cuda_kernels    "none": torch alone; "triton": own kernels; "auto": own kernels where triton runs
     kv_dtype        how blocks store keys and values; "auto": in ``dtype``; "int8": in 8 bits, with a scale for each
+    activations     what inputs of linear layers with int8 or int4 weights are rounded to; "auto": not at all
     quantize        what to quantize linear layers to while they are loaded, the head among them; None: as they are
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     adapters        whether adapters can be added to the device
@@ -71,6 +76,7 @@ class ModelConfig:
     exact: bool = False
     kv_dtype: KvDtype = "auto"
     quantize: Quantization | None = None
+    activations: Activations = "auto"
     adapters: bool = False
     adapter_bytes: int = 0
     step_sizes: StepSizes = field(default_factory=StepSizes)
@@ -80,6 +86,8 @@ class ModelConfig:
             raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
         if self.quantize is not None and self.quantize not in QUANTIZATIONS:
             raise InvalidConfig("quantize", f"one of {', '.join(QUANTIZATIONS)}", self.quantize)
+        if self.activations not in ACTIVATIONS:
+            raise InvalidConfig("activations", f"one of {', '.join(ACTIVATIONS)}", self.activations)
         if self.kv_dtype not in KV_DTYPES:
             raise InvalidConfig("kv_dtype", f"one of {', '.join(KV_DTYPES)}", self.kv_dtype)
         if self.kv_dtype != "auto" and self.block_size == 1:
@@ -204,7 +212,7 @@ def make_device(
     layout = KvLayout(specs, config.block_size or backend.block_size, kv_format)
     if config.kv_bytes is not None and config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
-    subject = Subject(model, name, context_length, backend)
+    subject = Subject(model, name, context_length, backend, rounds_rows=config.activations == "int8")
     difference = check_attention(subject, layout, layer_windows, reference)
     progress(80)
     with refuse_model_on_error(name, "its weights can't be prepared"):

@@ -43,6 +43,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.004}
 CODED_TOLERANCE = 0.1
 """The same with keys and values in 8 bits, in any dtype."""
 
+ROUNDED_TOLERANCE = 0.25
+"""The same with activations in 8 bits, in any dtype."""
+
 OTHER_EXPERTS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
 """The same of one sequence, some of whose tokens may have other experts."""
 
@@ -199,6 +202,8 @@ class Subject:
     name: str
     context_length: int
     backend: Backend
+    rounds_rows: bool = False
+    """Whether linear layers round their inputs to int8."""
 
     def rows(self, layout: KvLayout) -> list[Row]:
         return _rows(probe_sequences(self.model, self.context_length), layout)
@@ -239,8 +244,10 @@ def probe(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionW
     if not mixed < NEIGHBOURS[dtype] or (subject.backend.exact >= PARTS and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
     rounded = list(map(_differences, batched, reference.logits))
-    if layout.format.is_coded:
-        _check_codes(name, rounded)
+    if subject.rounds_rows:
+        _check_codes(name, rounded, ROUNDED_TOLERANCE, ("activations", "activations"))
+    elif layout.format.is_coded:
+        _check_codes(name, rounded, CODED_TOLERANCE, ("KV cache", "kv_dtype"))
     else:
         _check_rounding(name, dtype, rounded, reference.noise)
     return exact
@@ -261,11 +268,12 @@ def probe_step(
     return run, sum(lengths)
 
 
-def _check_codes(name: str, rounded: Sequence[torch.Tensor]) -> None:
-    """Raise ModelRefused where keys and values in few bits change the logits too much."""
-    if not (typical := _median(rounded)) < CODED_TOLERANCE:
-        reason = f"its logits differ from float32 by {typical:.2g} of their spread (at most {CODED_TOLERANCE})"
-        raise ModelRefused(name, f"its KV cache can't be in int8: {reason}; set kv_dtype to auto")
+def _check_codes(name: str, rounded: Sequence[torch.Tensor], tolerance: float, named: tuple[str, str]) -> None:
+    """Raise ModelRefused where numbers in few bits change the logits too much; ``named``: they and their setting."""
+    if not (typical := _median(rounded)) < tolerance:
+        what, setting = named
+        reason = f"its logits differ from float32 by {typical:.2g} of their spread (at most {tolerance})"
+        raise ModelRefused(name, f"its {what} can't be in int8: {reason}; set {setting} to auto")
 
 
 def _check_rounding(

@@ -65,6 +65,9 @@ MODELS: Mapping[str, Callable[[Path], Started]] = {
     "mxfp4 experts": _mxfp4,
     "gguf, a type for each matrix": _gguf,
     "--quantize int8": lambda folder: Started(tiny.save(tiny.config("llama"), folder), {"quantize": "int8"}),
+    "--quantize int4, activations in int8": lambda folder: Started(
+        tiny.save(tiny.config("llama"), folder), {"quantize": "int4", "activations": "int8"}
+    ),
     "--quantize int4, experts": lambda folder: Started(
         tiny.save(tiny.config("qwen3_moe", **MOE), folder), {"quantize": "int4"}
     ),

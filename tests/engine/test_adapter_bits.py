@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "int4, rows in int8": {"dtype": "bfloat16", "quantize": "int4", "activations": "int8"},
     "int8 keys and values": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "torch alone": {"dtype": "bfloat16", "backend": CpuBackend()},
 }

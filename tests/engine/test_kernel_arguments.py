@@ -251,10 +251,18 @@ def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
     one: dict[str, Callable[[], Any]] = {
         "pack": lambda: module.pack(half, at, 0, data.draw(size), data.draw(size)),
         "pack_codes": lambda: module.pack_codes(
-            half, data.draw(size), at, at, data.draw(where), data.draw(where), half, 0, *sizes(3)
+            half,
+            data.draw(st.booleans()),
+            data.draw(size),
+            at,
+            at,
+            *(data.draw(where) for _ in "zm"),
+            half,
+            0,
+            *sizes(3),
         ),
         "multiply": lambda: module.multiply(
-            half, data.draw(st.booleans()), data.draw(where), at, 0, at, *sizes(3), data.draw(threads)
+            half, data.draw(size), data.draw(where), at, 0, at, *sizes(3), data.draw(threads)
         ),
         "attend": lambda: module.attend(half, half, 0, at, at, data.draw(threads)),
         "layers": lambda: module.layers(half, at, data.draw(size), at, at, at, at, 1, 0, data.draw(threads)),

@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
         ("device", "cuda:99", "of this machine"),
         ("device", "cpu:1", "of this machine"),
         ("kv_dtype", "fp8", "one of auto, int8"),
+        ("activations", "int4", "one of auto, int8"),
         ("block_size", 24, "power of two"),
         ("block_size", 256, "at most 128"),
         ("block_size", 16.0, "a whole number"),

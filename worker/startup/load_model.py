@@ -76,6 +76,7 @@ def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
         exact=settings.exact,
         kv_dtype=settings.kv_dtype,
         quantize=settings.quantize,
+        activations=settings.activations,
         adapters=bool(settings.adapters or settings.adapter_directory or settings.adapter_memory),
         adapter_bytes=settings.adapter_memory or 0,
         step_sizes=StepSizes(

@@ -9,6 +9,7 @@ def flatten(
 def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> int: ...
 def pack_codes(
     half: bool,
+    for_int8: bool,
     kind: int,
     codes: int,
     scales: int,
@@ -23,7 +24,7 @@ def pack_codes(
 ) -> int: ...
 def multiply(
     half: bool,
-    coded: bool,
+    form: int,
     x: int,
     packed: int,
     bias: int,

@@ -70,8 +70,8 @@ public:
     void add(const LowRank& change, const int64_t* rows, long count, const E* x, E* out, long inner, long outputs) {
         inputs.resize(count * inner), between.resize(count * change.rank), added.resize(count * outputs);
         for (long n = 0; n < count; n++) std::copy_n(x + rows[n] * inner, inner, &inputs[n * inner]);
-        multiply({inputs.data(), {change.down, false}, nullptr, between.data(), count, inner, change.rank / WIDTH});
-        multiply({between.data(), {change.up, false}, nullptr, added.data(), count, change.rank, outputs / WIDTH});
+        multiply({inputs.data(), {change.down, NUMBERS}, nullptr, between.data(), count, inner, change.rank / WIDTH});
+        multiply({between.data(), {change.up, NUMBERS}, nullptr, added.data(), count, change.rank, outputs / WIDTH});
         for (long n = 0; n < count; n++) {
             E* to = out + rows[n] * outputs;
             add_row(to, &added[n * outputs], to, outputs);

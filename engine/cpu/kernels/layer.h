@@ -25,7 +25,7 @@ struct Norm {
 struct Linear {
     const void* weight;
     const float* bias;
-    int64_t inner, outputs, coded;
+    int64_t inner, outputs, form;
 };
 
 // As in engine/cpu/fused_layer.py.
@@ -52,7 +52,7 @@ inline void check(const Linear& linear, const char* field, int64_t inner, int64_
     check_equal(field, linear.outputs, outputs);
     require(inner >= 1 && outputs >= WIDTH && outputs % WIDTH == 0, field, "outputs that are a multiple of 16",
             outputs);
-    LayerWeight<Float32>(linear.weight, linear.coded).check(field, outputs, inner);
+    LayerWeight<Float32>(linear.weight, linear.form).check(field, outputs, inner);
 }
 
 // The widths of all parts must fit together, and the cache must have the layer's heads.
@@ -112,7 +112,8 @@ public:
         long hidden = layer.query.inner, heads = layer.query.outputs, kv = layer.key.outputs;
         long mlp = layer.gate.outputs;
         if (changes) selected = nullptr;  // their rows are numbered as the step's tokens
-        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, changes ? 2 * mlp : mlp));
+        bool apart = changes || !by(layer.gate, x, out, 0).has_rows_of(by(layer.up, x, out, 0));  // gate and up
+        size_t needed = tokens * (hidden + std::max(heads + 2 * kv, apart ? 2 * mlp : mlp));
         if (memory.size() < needed + LINE / sizeof(E)) memory.resize(needed + LINE / sizeof(E));
         E* row = at_line(memory.data());
         E *query = row + tokens * hidden, *key = query + tokens * heads, *value = key + tokens * kv;
@@ -143,7 +144,7 @@ public:
         });
 
         E* open = query;
-        if (changes) {
+        if (apart) {
             E* up = open + tokens * mlp;
             multiply_all(std::array{by(layer.gate, row, open, rows), by(layer.up, row, up, rows)}, threads);
             change(layer.gate, GATE, row, open), change(layer.up, UP, row, up);
@@ -179,7 +180,7 @@ private:
     }
 
     Product<T> by(const Linear& linear, const E* x, E* out, long rows) const {
-        return {x, LayerWeight<T>(linear.weight, linear.coded), linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
+        return {x, LayerWeight<T>(linear.weight, linear.form), linear.bias, out, rows, linear.inner, linear.outputs / WIDTH};
     }
 
     // Copies the selected rows to the front; `to` may be `from`.

@@ -11,11 +11,12 @@
 #include "simd_avx2.h"
 #include "elementwise.h"
 #include "gemm_codes.h"
+#include "gemm_int8.h"
 #include "weight.h"
 
 namespace decant {
 
-constexpr long PANELS_AT_ONCE = 4;         // most panels that a thread takes at once
+constexpr long PANELS_AT_ONCE = BUNDLE;    // most panels that a thread takes at once
 constexpr long MEMORY_BOUND_ROWS = 32;     // up to this many rows, reading the weight takes longest
 constexpr long CACHED = 384 * 1024;        // bytes of rows that stay in the second-level cache
 constexpr long SUMS_PER_THREAD = 1 << 16;  // fewer multiply-adds are not worth waking a thread for
@@ -23,26 +24,41 @@ constexpr long SUMS_PER_THREAD = 1 << 16;  // fewer multiply-adds are not worth 
 template <class P, size_t N>
 void multiply_all(const std::array<P, N>& products, long threads);
 
-// A weight as numbers (weight.h), or as codes (codes.h).
+// A weight as numbers (weight.h), as codes (codes.h), or as codes for rows that are rounded to int8 (int8_rows.h). As in
+// engine/cpu/gemm.py.
+enum WeightForm : int64_t { NUMBERS, CODES, CODES_FOR_INT8 };
+
 template <class T>
 class LayerWeight {
 public:
-    LayerWeight(const void* at, bool coded) : at(at), coded(coded) {}
+    LayerWeight(const void* at, int64_t form) : at(at), form(WeightForm(form)) {}
+
+    bool rounds_rows() const { return form == CODES_FOR_INT8; }
+    RowShape rounded_rows() const { return Int8Weight(at).rows(); }
+
+    // Whether rows are the same factors for both weights.
+    bool has_rows_of(const LayerWeight& other) const {
+        if (rounds_rows() != other.rounds_rows()) return false;
+        return !rounds_rows() || rounded_rows() == other.rounded_rows();
+    }
 
     void multiply(const typename T::Factor* x, long rows, long length, long panel, long count, float* out,
                   long stride) const {
-        if (coded) CodedWeight<T>(at).multiply(x, rows, panel, count, out, stride);
+        if (rounds_rows()) Int8Weight(at).multiply(reinterpret_cast<const RowWord*>(x), rows, panel, count, out, stride);
+        else if (form == CODES) CodedWeight<T>(at).multiply(x, rows, panel, count, out, stride);
         else Weight<T>(at).multiply(x, rows, length, panel, count, out, stride);
     }
 
     void check(const char* field, int64_t outputs, int64_t inner) const {
         check_packed(field, at);
-        if (coded) decant::check(CodedWeight<T>(at).header(), outputs, inner);
+        require(form >= NUMBERS && form <= CODES_FOR_INT8, field, "a form from 0 to 2", form);
+        if (form != NUMBERS) decant::check(CodedWeight<T>(at).header(), outputs, inner);
+        if (rounds_rows()) check_int8(Int8Weight(at).header());
     }
 
 private:
     const void* at;
-    bool coded;
+    WeightForm form;
 };
 
 template <class T>
@@ -69,8 +85,11 @@ struct Product {
         }
     }
 
-    // Factors of a row.
-    long length() const { return steps<T>(inner); }
+    // Factors of a row; of a rounded one, its words.
+    long length() const {
+        static_assert(sizeof(Factor) == sizeof(RowWord));
+        return weight.rounds_rows() ? weight.rounded_rows().words : steps<T>(inner);
+    }
 
     // Rows multiplied together: they fit in the second-level cache, and all blocks have nearly the same size.
     long block() const {
@@ -78,8 +97,20 @@ struct Product {
         return std::max(1L, (rows + blocks - 1) / blocks);
     }
 
-    // Rows as factors: in place if the type allows it, else converted into `memory`.
+    // Whether `other` multiplies the same rows.
+    bool has_rows_of(const Product& other) const {
+        return x == other.x && rows == other.rows && inner == other.inner && weight.has_rows_of(other.weight);
+    }
+
+    // Rows as factors: in place if the type allows it, else converted into `memory`, or rounded.
     const Factor* factors(long row, long count, std::vector<Factor>& memory) const {
+        if (weight.rounds_rows()) {
+            RowShape shape = weight.rounded_rows();
+            memory.resize(block() * shape.words);
+            RowWord* to = reinterpret_cast<RowWord*>(memory.data());
+            for (long r = 0; r < count; r++) round_row(x + (row + r) * inner, shape, to + r * shape.words);
+            return memory.data();
+        }
         if (T::KS * sizeof(Element) == sizeof(Factor) && inner % T::KS == 0)
             return reinterpret_cast<const Factor*>(x + row * inner);
         memory.resize(block() * length());
@@ -88,7 +119,9 @@ struct Product {
     }
 
     // Panels that a thread takes at once: few, so that threads finish at nearly the same time.
-    long taken() const { return block() > MEMORY_BOUND_ROWS ? GROUP_PANELS : PANELS_AT_ONCE; }
+    long taken() const {
+        return block() > MEMORY_BOUND_ROWS && !weight.rounds_rows() ? GROUP_PANELS : PANELS_AT_ONCE;
+    }
 
     long blocks() const { return (rows + block() - 1) / block(); }
     long pieces() const { return (panels + taken() - 1) / taken(); }
@@ -155,15 +188,17 @@ void multiply_all(const std::array<P, N>& products, long threads) {
         std::vector<typename P::Factor> memory;
         std::vector<float> sums(P::SUMS * rows * PANELS_AT_ONCE * WIDTH);
         std::atomic<bool>* free = taken.data();
+        const P* owner = nullptr;  // of the factors that the next product may have in common
+        const typename P::Factor* factors = nullptr;
         for (auto& product : products)
             for (long row = 0, all = product.pieces(); row < product.rows; row += product.block(), free += all) {
-                const typename P::Factor* factors = nullptr;
+                if (!owner || product.blocks() > 1 || !product.has_rows_of(*owner)) factors = nullptr;
                 long count = std::min(product.block(), product.rows - row), some = product.taken();
                 long begin = all * omp_get_thread_num() / omp_get_num_threads();
                 for (long n = 0; n < all; n++) {
                     long piece = begin + n < all ? begin + n : begin + n - all, panel = piece * some;
                     if (free[piece].exchange(true, std::memory_order_relaxed)) continue;
-                    if (!factors) factors = product.factors(row, count, memory);
+                    if (!factors) factors = product.factors(row, count, memory), owner = &product;
                     product.part(factors, row, count, panel, std::min(some, product.panels - panel), sums.data());
                 }
             }

@@ -30,7 +30,7 @@ def load() -> ModuleType | None:
 def supported_modules() -> list[str]:
     has = torch.cpu.get_capabilities()
     match torch.backends.cpu.get_cpu_capability():
-        case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2")):
+        case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2", "vnni")):
             return ["_kernels_avx512", "_kernels"]
         case "AVX512" | "AVX2":
             return ["_kernels"]

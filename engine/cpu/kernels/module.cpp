@@ -88,10 +88,10 @@ PyObject* py_pack(PyObject*, PyObject* args) {
 }
 
 PyObject* py_pack_codes(PyObject*, PyObject* args) {
-    int half, half_scales;
+    int half, for_int8, half_scales;
     unsigned long long codes, scales, zeros, mins, packed;
     long kind, outputs, inner, group, bytes = 0;
-    if (!PyArg_ParseTuple(args, "plKKKKpKlll", &half, &kind, &codes, &scales, &zeros, &mins, &half_scales, &packed,
+    if (!PyArg_ParseTuple(args, "pplKKKKpKlll", &half, &for_int8, &kind, &codes, &scales, &zeros, &mins, &half_scales, &packed,
                           &outputs, &inner, &group))
         return nullptr;
     void* to = pointer<void>(packed);
@@ -101,7 +101,8 @@ PyObject* py_pack_codes(PyObject*, PyObject* args) {
         check(header, outputs, inner);
         check(from, header);
         if (to) check_packed("packed", to);
-        bytes = half ? pack_codes<BFloat16>(from, header, to) : pack_codes<Float32>(from, header, to);
+        if (for_int8) check_int8(header), bytes = pack_codes<Int8>(from, header, to);
+        else bytes = half ? pack_codes<BFloat16>(from, header, to) : pack_codes<Float32>(from, header, to);
     });
     return done ? PyLong_FromLong(bytes) : nullptr;
 }
@@ -114,18 +115,18 @@ void multiply_checked(const Product<T>& product, int threads) {
 }
 
 PyObject* py_multiply(PyObject*, PyObject* args) {
-    int half, coded, threads;
+    int half, threads;
     unsigned long long x, weight, bias, out;
-    long rows, inner, panels;
-    if (!PyArg_ParseTuple(args, "ppKKKKllli", &half, &coded, &x, &weight, &bias, &out, &rows, &inner, &panels, &threads))
+    long form, rows, inner, panels;
+    if (!PyArg_ParseTuple(args, "plKKKKllli", &half, &form, &x, &weight, &bias, &out, &rows, &inner, &panels, &threads))
         return nullptr;
     return none([&] {
         if (half)
-            multiply_checked(Product<BFloat16>{pointer<const uint16_t>(x), LayerWeight<BFloat16>(pointer<void>(weight), coded),
+            multiply_checked(Product<BFloat16>{pointer<const uint16_t>(x), LayerWeight<BFloat16>(pointer<void>(weight), form),
                                                pointer<const float>(bias), pointer<uint16_t>(out), rows, inner, panels},
                              threads);
         else
-            multiply_checked(Product<Float32>{pointer<const float>(x), LayerWeight<Float32>(pointer<void>(weight), coded),
+            multiply_checked(Product<Float32>{pointer<const float>(x), LayerWeight<Float32>(pointer<void>(weight), form),
                                               pointer<const float>(bias), pointer<float>(out), rows, inner, panels},
                              threads);
     });
