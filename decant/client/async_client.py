@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -229,6 +230,16 @@ class AsyncClient:
         1
         """
         return cast(pb.ServerInfo, await self._call("GetServerInfo", pb.GetServerInfoRequest()))
+
+    def with_token(self, token: str | None) -> Self:
+        """See `decant.Client.with_token`.
+
+        >>> (await client.with_token("SECRET").server_info()).limits.max_outputs
+        1
+        """
+        other = copy.copy(self)
+        other._routers = self._routers.with_token(token)
+        return other
 
     async def close(self) -> None:
         """Close the connections; open calls raise Cancelled."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -246,6 +247,17 @@ class Client:
         1
         """
         return cast(pb.ServerInfo, self._call("GetServerInfo", pb.GetServerInfoRequest()))
+
+    def with_token(self, token: str | None) -> Self:
+        """A client of another tenant over the same connections, which are closed with either. Raises ValueError for a
+        token that can't be sent.
+
+        >>> client.with_token("SECRET").server_info().limits.max_outputs
+        1
+        """
+        other = copy.copy(self)
+        other._routers = self._routers.with_token(token)
+        return other
 
     def close(self) -> None:
         """Close the connections; open calls raise Cancelled."""

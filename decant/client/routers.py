@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakSet
 
 import grpc
@@ -99,13 +100,19 @@ class Routers:
         self._channels = [open_blocking(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
         self._signals: WeakSet[CancelSignal] = WeakSet()
-        self._is_closed = False
+        self._closed = CancelSignal()
         self._lock = threading.RLock()  # reentrant: garbage collection may close a stream at any point
+
+    def with_token(self, token: str | None) -> Self:
+        """The same connections with other credentials; `close` of either closes both."""
+        other = copy.copy(self)
+        other._metadata = credentials_of(token)
+        return other
 
     def cancel_signal(self) -> CancelSignal:
         signal = CancelSignal()
         with self._lock:
-            if self._is_closed:
+            if self._closed.is_set:
                 signal.set()
             else:
                 self._signals.add(signal)
@@ -153,7 +160,7 @@ class Routers:
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             for signal in self._signals:
                 signal.set()
         for channel in self._channels:
@@ -170,7 +177,7 @@ class Routers:
 
     def _start(self, method: Any, request: Message, retries: RetryState) -> Any:
         with self._lock:  # a channel that is being closed accepts no calls
-            if self._is_closed:
+            if self._closed.is_set:
                 raise closed_error()
             return method(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
@@ -225,11 +232,17 @@ class AsyncRouters:
         self._channels = [open_async(address, tls) for address in addresses]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
         self._signals: WeakSet[AsyncCancelSignal] = WeakSet()
-        self._is_closed = False
+        self._closed = AsyncCancelSignal()
+
+    def with_token(self, token: str | None) -> Self:
+        """The same connections with other credentials; `close` of either closes both."""
+        other = copy.copy(self)
+        other._metadata = credentials_of(token)
+        return other
 
     def cancel_signal(self) -> AsyncCancelSignal:
         signal = AsyncCancelSignal()
-        if self._is_closed:
+        if self._closed.is_set:
             signal.set()
         else:
             self._signals.add(signal)
@@ -254,7 +267,7 @@ class AsyncRouters:
                     await self.wait(retries, signal, error)
 
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
-        if self._is_closed:
+        if self._closed.is_set:
             raise closed_error()
         call = getattr(self._stubs[retries.router], method)
         return call(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
@@ -278,7 +291,7 @@ class AsyncRouters:
             await self._call("CancelGeneration", request, RetryState(self.selector, CANCEL_SECONDS))
 
     async def close(self) -> None:
-        self._is_closed = True
+        self._closed.set()
         for signal in self._signals:
             signal.set()
         for channel in self._channels:

@@ -111,6 +111,25 @@ def test_every_method_of_the_service_is_covered() -> None:
     assert set(CALLS) == set(pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name)
 
 
+async def test_tenants_share_the_connections_of_a_client_which_closes_them_all(script: Script, address: str) -> None:
+    first, second = Client(address, token="first"), AsyncClient(address)
+    other, another = first.with_token("other"), second.with_token("another")
+    for client in (first, other, first):
+        client.server_info()
+    await another.server_info()
+    await second.server_info()
+    brought = [secrets for method, secrets in script.authorized if method == "GetServerInfo"]
+    assert brought == [["Bearer first"], ["Bearer other"], ["Bearer first"], ["Bearer another"], []]
+    first.close()
+    await second.close()
+    with pytest.raises(decant.Cancelled):
+        other.server_info()
+    with pytest.raises(decant.Cancelled):
+        await another.server_info()
+    with pytest.raises(ValueError, match="token: printable ASCII"):
+        first.with_token("two words")
+
+
 @pytest.mark.parametrize("token", ["", "two words", "s3cret\n", "s\u00e9cret"])
 def test_an_unsendable_token_is_refused_and_not_shown(token: str) -> None:
     for kind in (Client, AsyncClient):
