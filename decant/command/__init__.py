@@ -9,6 +9,7 @@ _ROUTER = {"typer", "rich", "redis", "structlog", "pydantic", "tokenizers", "jin
 _EXTRA_OF = dict.fromkeys(_ROUTER, "router") | dict.fromkeys(
     ["torch", "transformers", "safetensors", "numpy", "xxhash"], "all"
 )
+_EXTRA_OF |= dict.fromkeys(["starlette", "uvicorn", "httptools"], "gateway")
 
 
 _UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO})

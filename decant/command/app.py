@@ -304,6 +304,7 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     prefill: opt.PrefillWorkers = UpOptions.prefill,
     decode: opt.DecodeWorkers = UpOptions.decode,
     port: opt.Port = UpOptions.port,
+    gateway: opt.GatewayPort = UpOptions.gateway,
     openai: opt.OpenAiPort = UpOptions.openai,
     host: opt.Host = UpOptions.host,
     redis_url: opt.RedisToUse = UpOptions.redis_url,
@@ -346,6 +347,14 @@ _PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help
 def router(ctx: typer.Context) -> None:
     """Run one router in this process. `decant router --help` shows its settings."""
     from decant.router.main import main
+
+    raise SystemExit(main(ctx.args))
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def gateway(ctx: typer.Context) -> None:
+    """Run a gateway in this process: OpenAI's API over HTTP. `decant gateway --help` shows its settings."""
+    from decant.gateway.main import main
 
     raise SystemExit(main(ctx.args))
 

@@ -126,9 +126,12 @@ DecodeWorkers = Annotated[int, Option(min=0, help="Number of decode workers.")]
 Port = Annotated[
     int, Option(min=0, max=65535, help="Port of the first router, others get the next ones; 0: free ports.")
 ]
+GatewayPort = Annotated[
+    int | None, Option(min=0, max=65535, help="Serve OpenAI's API over HTTP on this port; 0: a free one.")
+]
 OpenAiPort = Annotated[
     int | None,
-    Option(min=0, max=65535, help="Serve OpenAI's and Anthropic's APIs over HTTP on this port; 0: a free one."),
+    Option(min=0, max=65535, help="Serve OpenAI's and Anthropic's APIs over HTTP on this port, by smg; 0: a free one."),
 ]
 Host = Annotated[str, Option(help="Address on which routers listen; 0.0.0.0 or :: is every address.")]
 RedisToUse = Annotated[str | None, Option(help="Redis to use; unset: a private one.")]

@@ -15,6 +15,7 @@ LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exce
 PARTS: Mapping[str, tuple[str, ...]] = {
     "Every process": ("runtime", "state"),
     "Router": ("router",),
+    "Gateway": ("decant/gateway",),
     "Workers": ("worker", "prefill_worker", "decode_worker", "handoff", "engine"),
     "`decant up`": ("decant/command/up",),
 }

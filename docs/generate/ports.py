@@ -6,6 +6,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 
 from decant.decode_worker.main import DecodeSettings
+from decant.gateway.settings import GatewaySettings
 from decant.prefill_worker.main import PrefillSettings
 from decant.protos import inference_pb2, router_admin_pb2, worker_pb2
 from decant.protos.kserve import grpc_service_pb2
@@ -38,6 +39,8 @@ def render() -> str:
     administration = _services(router_admin_pb2.DESCRIPTOR)
     name = code("--admin-name")
     rows.insert(1, ("", "", "", f"{administration} with {name}, see [administrators]({ROLES})", "`decant requests`"))
+    port = code(GatewaySettings.model_fields["port"].default)
+    rows.append(("gateway", code("--port"), port, "HTTP, or HTTPS: OpenAI's API", "OpenAI's clients"))
     pages = "HTTP, plaintext: `/alive`, `/ready`, `/metrics`"
     rows += [
         (

@@ -7,6 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
 from decant.decode_worker.main import DecodeSettings
+from decant.gateway.settings import GatewaySettings
 from decant.prefill_worker.main import PrefillSettings
 from decant.router.settings import RouterSettings
 from docs.generate.markdown import code, head, page, sentence, table
@@ -28,7 +29,12 @@ def render() -> str:
     parts = [head("Settings", "the settings classes"), INTRO]
     parts += ["## Router", _table(router, [name for name in router if name not in shared])]
     parts += ["## Workers", WORKER, _table(decode, [name for name in decode if name not in shared], prefill)]
-    return page([*parts, "## All processes", _table(router, shared)])
+    parts += ["## All processes", _table(router, shared)]
+    own = GatewaySettings.model_fields
+    logging = [name for name in own if name in shared and _same(own[name], router[name])]
+    *most, last = map(_flag, logging)
+    also = f"It has {', '.join(most)} and {last} of all processes too."
+    return page([*parts, "## Gateway", also, _table(own, [name for name in own if name not in logging])])
 
 
 def _same(one: FieldInfo, other: FieldInfo) -> bool:

@@ -44,6 +44,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     was_cancelled: threading.Event = field(default_factory=threading.Event)
+    was_called: threading.Event = field(default_factory=threading.Event)
     call_ended: threading.Event = field(default_factory=threading.Event)
     time_left: float | None = None
     authorized: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.requests.append(request)
+        self.was_called.set()
         self.known.setdefault(request.request_id, request)
         async for message in self._stream(request, 0, context):
             yield message

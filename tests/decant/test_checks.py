@@ -222,10 +222,12 @@ def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
 
 def test_a_gateway_needs_its_package_and_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with taken_port() as port:
-        assert refusal(openai=port).startswith(f"--openai: {port} is in use by process {os.getpid()} (")
-    check(UpOptions(port=0, kv_memory="32M", openai=0))
+        for name in ("openai", "gateway"):
+            assert refusal(**{name: port}).startswith(f"--{name}: {port} is in use by process {os.getpid()} (")
+    check(UpOptions(port=0, kv_memory="32M", openai=0, gateway=0))
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    assert refusal(openai=0) == "--openai: needs the gateway smg: pip install 'decant-llm[openai]'"
+    assert refusal(openai=0) == "--openai: needs smg: pip install 'decant-llm[openai]'"
+    assert refusal(gateway=0) == "--gateway: needs starlette: pip install 'decant-llm[gateway]'"
     check(UpOptions(port=0, kv_memory="32M"))
 
 

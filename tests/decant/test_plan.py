@@ -117,7 +117,7 @@ def test_free_ports_for_all_routers() -> None:
     assert [spec.port for spec in plan(router=3, port=0).routers] == [0, 0, 0]
 
 
-def test_a_gateway_is_a_process_without_settings_of_decant() -> None:
+def test_smg_is_a_process_without_settings_of_decant() -> None:
     (gateway,) = plan({"PATH": "/bin", "DECANT_LOG_LEVEL": "error"}, openai=8000).gateways
     assert (gateway.name, gateway.port, dict(gateway.environment)) == ("openai", 8000, {"PATH": "/bin"})
     assert flag(gateway.arguments, "--host") == "127.0.0.1"
@@ -125,10 +125,24 @@ def test_a_gateway_is_a_process_without_settings_of_decant() -> None:
     assert plan().gateways == ()
 
 
+def test_a_gateway_has_its_own_settings_and_calls_routers_with_tenants_and_tls() -> None:
+    secured = {"DECANT_CREDENTIALS": "/file", "DECANT_TLS_CERTIFICATE": "/file", "DECANT_TLS_KEY": "/key"}
+    gateway, smg = plan({"PATH": "/bin"}, gateway=8000, openai=8001).gateways
+    assert (gateway.name, gateway.port, smg.name, smg.port) == ("gateway", 8000, "openai", 8001)
+    assert gateway.arguments[-1] == "--address", "their addresses are known once they listen"
+    own = {"PATH": "/bin", "DECANT_CA": "/ca", "DECANT_MAX_REQUESTS": "5"}
+    (gateway,) = plan({**secured, **own}, gateway=8000).gateways
+    assert dict(gateway.environment) == own
+    with pytest.raises(CommandFailed, match="--gateway: set DECANT_CA"):
+        plan(secured, gateway=8000)
+    with pytest.raises(CommandFailed, match="DECANT_MAX_REQUESTS: no process has such a variable"):
+        plan({"DECANT_MAX_REQUESTS": "5"})
+
+
 @pytest.mark.parametrize(
     ("name", "more"), [("DECANT_CREDENTIALS", {}), ("DECANT_TLS_CERTIFICATE", {"DECANT_TLS_KEY": "/key"})]
 )
-def test_a_gateway_is_refused_where_it_could_not_call_the_routers(name: str, more: dict[str, str]) -> None:
+def test_smg_is_refused_where_it_could_not_call_the_routers(name: str, more: dict[str, str]) -> None:
     with pytest.raises(CommandFailed, match=f"--openai: unset {name}"):
         plan({"PATH": "/bin", name: "/file", **more}, openai=8000)
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Up]:
-    with up(folder, [*UP, "--openai", "0"]) as running:
+    with up(folder, [*UP, "--openai", "0", "--gateway", "0"]) as running:
         running.until("up", "ready")
         descendants = running.descendants()
         yield running
@@ -70,13 +70,14 @@ def test_generate_finds_the_deployment(running: Up, folder: Path) -> None:
         assert [model.id for model in client.models()] == ["tiny-python"]
 
 
-def test_openais_client_gets_answers_also_from_a_gateway_that_was_restarted(running: Up) -> None:
-    url = running.until("up", "ready")["openai_url"]
+@pytest.mark.parametrize("name", ["openai", "gateway"])
+def test_openais_client_gets_answers_also_from_a_gateway_that_was_restarted(running: Up, name: str) -> None:
+    url = running.until("up", "ready")[f"{name}_url"]
     with OpenAI(base_url=url, api_key="unused", timeout=PATIENCE_S) as client:
         request: Any = {"model": "tiny-python", "prompt": "def add(a, b):\n", "max_tokens": 8, "temperature": 0}
         text = client.completions.create(**request).choices[0].text
         running.child(int(url.removesuffix("/v1").rpartition(":")[2])).kill()
-        running.until("openai", "readiness", 2, state="ready")
+        running.until(name, "readiness", 2, state="ready")
         assert client.completions.create(**request).choices[0].text == text
 
 
@@ -107,6 +108,7 @@ def test_top_shows_both_pools_and_what_the_run_moved(running: Up, folder: Path) 
         "decode-1": "decode",
         "router-1": "router",
         "openai": "",
+        "gateway": "",
     }
     assert {one["state"] for one in processes.values()} == {"ready"}
     assert processes["prefill-1"]["figures"]["prefill_tokens_total"] > 0

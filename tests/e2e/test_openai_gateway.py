@@ -1,8 +1,11 @@
-"""OpenAI's and Anthropic's own clients -> smg -> a deployment: the table in docs/guides/gateways.md."""
+"""OpenAI's and Anthropic's own clients -> `decant gateway` and smg -> a deployment: the tables in
+docs/guides/gateways.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import shlex
@@ -10,7 +13,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,17 +24,30 @@ from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 
 import decant
+from decant import models
 from tests.e2e.checkpoints import small_with
-from tests.e2e.deployment import PATIENCE_S, Deployment, Process, Worker, deployment
+from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, Worker, deployment
+from tests.engine import peft_adapters
 from tests.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "gateways.md"
 TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{# calls: <tool_call> arguments </tool_call> #}"
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
 )
-MODEL = "chat"
+MODEL, ADAPTER = "chat", "tuned"
+SMG, OWN = "smg", "decant"
+KEY, LIMITED = "the-key-of-acme", "the-key-of-umbrella"
+TENANTS = f"""
+[tenants.acme]
+tokens = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]
+
+[tenants.umbrella]
+tokens = ["{hashlib.sha256(LIMITED.encode()).hexdigest()}"]
+max_in_flight = 1
+"""
 PROMPT = "def total(values):\n    result = 0\n"
 MESSAGES: Any = [{"role": "user", "content": "sum of a list"}]
 LONG = 600
@@ -39,25 +55,73 @@ AT_ONCE = 64
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("models") / MODEL
-    small_with(folder, "tokenizer_config.json", chat_template=TEMPLATE)
+    return small_with(folder, "tokenizer_config.json", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    adapter = peft_adapters.for_model(tmp_path_factory.mktemp("adapters") / ADAPTER, models.path(), seed=1)
     often_waiting = ("--stream-keepalive-seconds", "0.02")  # the gateway skips its responses that are no chunk
-    with deployment(decode=2, model=str(folder), router=often_waiting) as made:
+    worker = (*SMALL_KV, "--adapters", f"{ADAPTER}={adapter}")
+    with deployment(decode=3, model=str(model), router=often_waiting, worker=worker) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def url(running: Deployment) -> Iterator[str]:
+def url_of_smg(running: Deployment) -> Iterator[str]:
     arguments = ("--host", "127.0.0.1", "--port", "0", "--drain-seconds", "10", "--routers", running.address)
     with Process("command.up.openai_gateway", *arguments, common=()) as gateway:
         gateway.until("readiness", state="ready")
         yield f"http://{gateway.until('serving')['address']}"
 
 
+@pytest.fixture(scope="module")
+def routers_with_tenants(
+    running: Deployment, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Process]]:
+    """Two more routers of the deployment, which need keys."""
+    file: Path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
+    file.write_text(TENANTS)
+    arguments = ("--redis-url", running.redis.url, "--port", "0", "--models", str(model), "--credentials", str(file))
+    with ExitStack() as stack:
+        routers = [
+            stack.enter_context(Process("router", *arguments, "--handoff-min-tokens", "0", "--id", f"keys-{number}"))
+            for number in range(2)
+        ]
+        for router in routers:
+            router.until("readiness", state="ready")
+        yield routers
+
+
+@pytest.fixture(scope="module")
+def own_url(routers_with_tenants: list[Process]) -> Iterator[str]:
+    addresses = ",".join(router.until("serving")["address"] for router in routers_with_tenants)
+    with Process("gateway", "--port", "0", "--address", addresses, "--drain-seconds", "10") as gateway:
+        gateway.until("readiness", state="ready")
+        yield f"http://{gateway.until('serving')['address']}"
+
+
+@pytest.fixture(params=[OWN, SMG])
+def url(request: pytest.FixtureRequest) -> str:
+    """Each test of it runs through both gateways."""
+    url: str = request.getfixturevalue({OWN: "own_url", SMG: "url_of_smg"}[request.param])
+    return url
+
+
+def client_of(url: str, key: str = KEY) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+
 @pytest.fixture
 def client(url: str) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
+    return client_of(url)
+
+
+@pytest.fixture
+def own(own_url: str) -> OpenAI:
+    return client_of(own_url)
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:
@@ -93,10 +157,11 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_its_usage(client: OpenAI)
 
 
 def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
-    (choice,) = complete(client, max_tokens=200, stop=["return"]).choices
-    assert choice.finish_reason == "stop"
-    assert "return" not in choice.text
-    streamed = list(complete(client, max_tokens=200, stop=["return"], stream=True))
+    endless = drawn_greedily(client)
+    stop = endless[12:16]
+    (choice,) = complete(client, max_tokens=24, stop=[stop]).choices
+    assert (choice.finish_reason, choice.text) == ("stop", endless[: endless.index(stop)])
+    streamed = list(complete(client, max_tokens=24, stop=[stop], stream=True))
     assert text_of(streamed) == choice.text
     assert streamed[-1].choices[0].finish_reason == "stop"
 
@@ -139,7 +204,7 @@ def test_a_schema_shapes_the_answer_and_a_required_tool_is_called(client: OpenAI
     (choice,) = chat(client, max_tokens=200, response_format=format).choices
     answer = json.loads(choice.message.content)
     assert (choice.finish_reason, sorted(answer)) == ("stop", ["kind", "size"])
-    tool = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA, "strict": True}}
     (choice,) = chat(client, max_tokens=300, tools=[tool], tool_choice="required").choices
     (call, *_) = choice.message.tool_calls
     assert call.function.name == "measure"
@@ -154,7 +219,8 @@ def test_a_chat_has_logprobs(client: OpenAI) -> None:
     assert [token.logprob for token in streamed] == [token.logprob for token in choice.logprobs.content]
 
 
-def test_what_the_gateway_loses_is_what_the_page_says(client: OpenAI) -> None:
+def test_what_smg_loses_is_what_the_page_says(url_of_smg: str) -> None:
+    client = client_of(url_of_smg)
     assert complete(client, max_tokens=3, logprobs=2).choices[0].logprobs is None
     biased = complete(client, max_tokens=24, logit_bias={"500": 100}).choices[0].text
     assert biased == drawn_greedily(client), "logit_bias is dropped"
@@ -167,7 +233,7 @@ def test_what_the_gateway_loses_is_what_the_page_says(client: OpenAI) -> None:
     [
         ({"model": "other"}, openai.NotFoundError, "other"),
         ({"prompt": "word " * 3000}, openai.BadRequestError, "2048"),
-        ({"stop": ["x" * 300]}, openai.BadRequestError, "sampling_params.stop[0]: at most 256 bytes"),
+        ({"stop": ["x" * 300]}, openai.BadRequestError, "stop[0]: at most 256 bytes"),
     ],
 )
 def test_an_error_has_openais_class_and_says_what_is_wrong(
@@ -215,22 +281,27 @@ def answers(client: OpenAI) -> bool:
         return False
 
 
-def test_the_command_and_the_program_of_the_page(running: Deployment) -> None:
+def test_the_command_and_the_program_of_the_page(running: Deployment, own_url: str) -> None:
     page = PAGE.read_text()
     (command,) = re.findall(r"```\n(smg launch .+?)```", page, re.DOTALL)
     (program,) = re.findall(r"```python\n(from openai .+?)```", page, re.DOTALL)
     with launched(command.replace("\\\n", " "), running.address) as url:
-        changes = {"http://127.0.0.1:8000/v1": url, "Qwen/Qwen2.5-0.5B-Instruct": MODEL}
-        for text, instead in changes.items():
-            assert text in program
-            program = program.replace(text, instead)
-        with redirect_stdout(StringIO()) as printed:
-            exec(program, {"__name__": "__main__"})
-    assert printed.getvalue().strip()
+        by_smg = printed_by(program, url)
+    assert by_smg == printed_by(program, f"{own_url}/v1") != ""
+
+
+def printed_by(program: str, url: str) -> str:
+    changes = {"http://127.0.0.1:8000/v1": url, "Qwen/Qwen2.5-0.5B-Instruct": MODEL, "unused": KEY}
+    for text, instead in changes.items():
+        assert text in program
+        program = program.replace(text, instead)
+    with redirect_stdout(StringIO()) as printed:
+        exec(program, {"__name__": "__main__"})
+    return printed.getvalue().strip()
 
 
 async def test_many_streams_at_once_are_all_complete(url: str) -> None:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
 
         async def ask(number: int) -> str:
             prompt = f"{PROMPT}    value = {number % 8}\n"
@@ -243,8 +314,9 @@ async def test_many_streams_at_once_are_all_complete(url: str) -> None:
     assert [texts.count(text) % (AT_ONCE // 8) for text in texts] == [0] * AT_ONCE, "equal prompts have equal answers"
 
 
-def test_anthropics_client_gets_messages(url: str, client: OpenAI) -> None:
-    anthropic = Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=PATIENCE_S)
+def test_anthropics_client_gets_messages(url_of_smg: str) -> None:
+    client = client_of(url_of_smg)
+    anthropic = Anthropic(base_url=url_of_smg, api_key="unused", max_retries=0, timeout=PATIENCE_S)
     expected = chat(client, max_tokens=16).choices[0].message.content
     message = anthropic.messages.create(model=MODEL, max_tokens=16, messages=MESSAGES)
     assert [block.text for block in message.content if block.type == "text"] == [expected]
@@ -253,7 +325,8 @@ def test_anthropics_client_gets_messages(url: str, client: OpenAI) -> None:
         assert "".join(stream.text_stream) == expected
 
 
-def test_responses_api_answers(client: OpenAI) -> None:
+def test_responses_api_answers(url_of_smg: str) -> None:
+    client = client_of(url_of_smg)
     response = client.responses.create(model=MODEL, input="sum of a list", max_output_tokens=16, temperature=0)
     assert response.output_text == chat(client, max_tokens=16).choices[0].message.content
 
@@ -286,5 +359,92 @@ def test_an_embedding_of_one_text_is_that_of_decants_own_api(client: OpenAI, run
         (same,) = own.embed(PROMPT).embeddings
     assert made.data[0].embedding == pytest.approx(list(same.values), abs=1e-6)
     assert made.usage.prompt_tokens == same.prompt_tokens
-    joined = client.embeddings.create(model=MODEL, input=[PROMPT, "import os"])
+
+
+def test_several_inputs_have_an_embedding_each_but_through_smg(own: OpenAI, url_of_smg: str) -> None:
+    inputs = [PROMPT, "import os"]
+    assert len(own.embeddings.create(model=MODEL, input=inputs).data) == 2
+    joined = client_of(url_of_smg).embeddings.create(model=MODEL, input=inputs)
     assert len(joined.data) == 1, "smg returns one for all: then the table in the guide is wrong"
+
+
+# What Decant's own gateway does beside it
+
+
+def test_a_completion_has_logprobs_bias_token_ids_and_the_text_of_decants_own_api(
+    own: OpenAI, running: Deployment
+) -> None:
+    with decant.Client(running.address) as direct:
+        same = direct.generate(PROMPT, max_tokens=8, temperature=0, logprobs=2)
+        ids = list(direct.tokenize(PROMPT).token_ids)
+    (choice,) = complete(own, max_tokens=8, logprobs=2).choices
+    assert choice.text == same.text
+    assert choice.logprobs.token_logprobs == [token.logprob for token in same.logprobs]
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 8
+    streamed = complete(own, max_tokens=8, logprobs=2, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs]
+    assert [one for part in parts for one in part.token_logprobs] == choice.logprobs.token_logprobs
+    by_ids = complete(own, prompt=[ids, ids], max_tokens=8).choices
+    assert [one.text for one in by_ids] == [same.text] * 2
+    (biased,) = complete(own, max_tokens=3, logit_bias={"500": 100}, logprobs=0).choices
+    assert len({*biased.logprobs.tokens}) == 1
+    echoed = complete(own, max_tokens=8, echo=True).choices[0].text
+    assert echoed == PROMPT + same.text
+
+
+def test_an_adapter_is_a_model(own: OpenAI, running: Deployment) -> None:
+    listed = {model.id: (model.model_extra or {})["parent"] for model in own.models.list()}
+    assert listed == {MODEL: None, ADAPTER: MODEL}
+    with decant.Client(running.address) as direct:
+        same = direct.generate(messages=MESSAGES, max_tokens=16, temperature=0, lora_name=ADAPTER)
+    answer = chat(own, model=ADAPTER, max_tokens=16)
+    assert (answer.model, answer.choices[0].message.content) == (ADAPTER, same.text)
+    assert same.text != chat(own, max_tokens=16).choices[0].message.content
+
+
+def test_a_call_of_a_tool_streams_as_one_that_is_whole(own: OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA, "strict": True}}
+    fields: dict[str, Any] = {"tools": [tool], "max_tokens": 300, "parallel_tool_calls": False}
+    fields["tool_choice"] = {"type": "function", "function": {"name": "measure"}}
+    (choice,) = chat(own, **fields).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    *chunks, last = chat(own, **fields, stream=True)
+    pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
+    assert (pieces[0].function.name, last.choices[0].finish_reason) == ("measure", "tool_calls")
+
+
+def test_keys_are_those_of_tenants_whose_quotas_hold(own_url: str, own: OpenAI, running: Deployment) -> None:
+    with pytest.raises(openai.AuthenticationError) as unknown:
+        chat(client_of(own_url, "guessed"))
+    assert unknown.value.code == "invalid_api_key"
+    limited = client_of(own_url, LIMITED)
+    stream = complete(limited, max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    with pytest.raises(openai.RateLimitError) as refused:
+        complete(limited, max_tokens=3)
+    assert "in_flight: at most 1, got 2" in str(refused.value)
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    assert complete(own, max_tokens=3).choices, "the other tenant has its own"
+    stream.close()
+    running.settled()
+
+
+def test_a_deadline_ends_a_request_with_an_error(own: OpenAI) -> None:
+    endless: dict[str, Any] = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    with pytest.raises(openai.APIStatusError) as late:
+        complete(own, **endless, extra_headers={"X-Request-Timeout": "0.001"})
+    assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+
+
+def test_the_client_notices_nothing_of_a_router_that_is_killed(
+    own: OpenAI, routers_with_tenants: list[Process], running: Deployment
+) -> None:
+    fields: dict[str, Any] = {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+    undisturbed = complete(own, **fields).choices[0].text
+    streams = [complete(own, **fields, stream=True) for _ in routers_with_tenants]  # one through each
+    texts = ["".join(next(stream).choices[0].text for _ in range(5)) for stream in streams]
+    routers_with_tenants[0].kill()
+    assert [text + text_of(stream) for text, stream in zip(texts, streams, strict=True)] == [undisturbed] * 2
+    running.settled()

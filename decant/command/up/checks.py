@@ -16,7 +16,7 @@ from decant.command.errors import CommandFailed
 from decant.command.up import resources
 from decant.command.up.listeners import listener
 from decant.command.up.options import UpOptions
-from decant.command.up.plan import Plan, model_of
+from decant.command.up.plan import GATEWAY, SMG, Plan, model_of
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.errors import ModelRefused
 from decant.plan.quantities import show_bytes
@@ -28,6 +28,9 @@ from decant.runtime.model_files import ModelUnreadable, find, local_folder
 from decant.runtime.settings import SettingError, variable_name
 from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
+
+_PACKAGES = {GATEWAY: ("starlette", "uvicorn", "httptools"), SMG: ("smg",)}
+"""Packages of the extra that has the name of the process."""
 
 
 def check_model(options: UpOptions) -> None:
@@ -83,16 +86,19 @@ async def _ping(settings: StoreSettings) -> None:
         await store.ping()
 
 
-def check_gateway(plan: Plan) -> None:
-    if plan.gateways and find_spec("smg") is None:
-        raise CommandFailed("--openai: needs the gateway smg: pip install 'decant-llm[openai]'", status=2)
+def check_gateways(plan: Plan) -> None:
+    for spec in plan.gateways:
+        for package in _PACKAGES[spec.name]:
+            if find_spec(package) is None:
+                text = f"needs {package}: pip install 'decant-llm[{spec.name}]'"
+                raise CommandFailed(f"--{spec.name}: {text}", status=2)
 
 
 def check_ports(plan: Plan, host: str) -> None:
     for spec in plan.routers:
         _check_port(host.strip("[]"), spec.port, "--port")
     for spec in plan.gateways:
-        _check_port(host.strip("[]"), spec.port, "--openai")
+        _check_port(host.strip("[]"), spec.port, f"--{spec.name}")
 
 
 def _check_port(host: str, port: int, option: str) -> None:

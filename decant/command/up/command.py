@@ -49,7 +49,7 @@ def check(options: UpOptions) -> None:
         raise CommandFailed(str(error), status=2) from None
     checks.check_peers(plan)
     checks.check_memory(options, plan)
-    checks.check_gateway(plan)
+    checks.check_gateways(plan)
     checks.check_ports(plan, options.host)
     if options.redis_url is not None:
         checks.check_redis(options.redis_url)

@@ -14,6 +14,7 @@ class UpOptions:
     prefill: int = 1
     decode: int = 1
     port: int = PORT
+    gateway: int | None = None
     openai: int | None = None
     host: str = "127.0.0.1"
     redis_url: str | None = None

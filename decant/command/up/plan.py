@@ -10,6 +10,7 @@ from decant.command.errors import CommandFailed
 from decant.command.up import peers, resources
 from decant.command.up.options import UpOptions
 from decant.command.up.peers import PeerCredentials
+from decant.gateway.settings import GatewaySettings
 from decant.router.settings import RouterSettings
 from decant.runtime import host_memory
 from decant.runtime.cores import available_cores, usable_cores
@@ -26,8 +27,10 @@ _DIFFERS = {
 WORKER_NICENESS = 5
 """Of workers, which fill their cores with computing: a router that shares a core answers first, and Redis too."""
 
-GATEWAY = "decant.command.up.openai_gateway"
-_NOT_OF_A_GATEWAY = tuple(variable_name(name) for name in ("credentials", "tls_certificate"))
+GATEWAY, SMG = "gateway", "openai"
+"""Names of the processes that serve HTTP: Decant's own gateway, and smg. Each is the option of its port too."""
+_MODULES = {GATEWAY: "decant.gateway", SMG: "decant.command.up.openai_gateway"}
+_NOT_OF_SMG = tuple(variable_name(name) for name in ("credentials", "tls_certificate"))
 
 _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
 """Listens on loopback: the port has neither TLS nor credentials."""
@@ -64,7 +67,7 @@ class Plan:
     """None: created for this run."""
     kv_bytes: int = 0  # of each worker
     gateways: tuple[Spec, ...] = ()
-    """At most one; its arguments end with ``--routers``, whose value the start of the routers gives."""
+    """Their arguments end with an option whose value, the addresses of the routers, their start gives."""
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
@@ -72,7 +75,7 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
     CommandFailed.
     """
     environment = dict(os.environ if environ is None else environ)
-    _check_variables(environment)
+    _check_variables(environment, has_gateway=options.gateway is not None)
     workers = _workers(options, redis_url, environment)
     routers = _routers(options, redis_url, environment)
     settings: list[RouterSettings | WorkerSettings] = [_load(RouterSettings, spec) for spec in routers]
@@ -151,14 +154,22 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
 
 
 def _gateways(options: UpOptions, environment: Mapping[str, str], drain_seconds: float) -> tuple[Spec, ...]:
-    if options.openai is None:
-        return ()
-    for name in _NOT_OF_A_GATEWAY:
-        if name in environment:
-            raise CommandFailed(f"--openai: unset {name}; the gateway sends routers neither TLS nor secrets", status=2)
-    own = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
-    arguments = ("--host", options.host, "--drain-seconds", f"{drain_seconds:g}", "--routers")
-    return (Spec(name="openai", module=GATEWAY, arguments=arguments, environment=own, port=options.openai),)
+    arguments = ("--host", options.host, "--drain-seconds", f"{drain_seconds:g}")
+    specs = []
+    if options.gateway is not None:
+        if "DECANT_TLS_CERTIFICATE" in environment and "DECANT_CA" not in environment:
+            text = "set DECANT_CA to the roots of DECANT_TLS_CERTIFICATE, for the gateway's calls of the routers"
+            raise CommandFailed(f"--gateway: {text}", status=2)
+        own = _only(environment, GatewaySettings, frozenset())
+        last = (*arguments, "--log-format", "json", "--address")
+        specs.append(Spec(GATEWAY, _MODULES[GATEWAY], last, own, options.gateway))
+    if options.openai is not None:
+        for name in _NOT_OF_SMG:
+            if name in environment:
+                raise CommandFailed(f"--openai: unset {name}; smg sends routers neither TLS nor secrets", status=2)
+        own = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+        specs.append(Spec(SMG, _MODULES[SMG], (*arguments, "--routers"), own, options.openai))
+    return tuple(specs)
 
 
 def _id(options: UpOptions, name: str) -> str:
@@ -177,8 +188,10 @@ def _kv_bytes(options: UpOptions, workers: int) -> int:
     return resources.kv_share(host_memory.available_memory(), weights, workers)
 
 
-def _check_variables(environment: Mapping[str, str]) -> None:
+def _check_variables(environment: Mapping[str, str], *, has_gateway: bool) -> None:
     known = _names(RouterSettings) | _names(WorkerSettings) | CLIENT_VARIABLES
+    if has_gateway:
+        known |= _names(GatewaySettings)
     for name in sorted(environment):
         if name in _DIFFERS:
             raise CommandFailed(f"{name}: unset; `decant up` sets it for each process", status=2)

@@ -100,7 +100,8 @@ def _model_name(model: str) -> str:
 
 
 def _summary(model: str, fields: Mapping[str, Any]) -> str:
-    openai = f"\nOpenAI clients: [bold]{fields['openai_url']}[/bold]" if "openai_url" in fields else ""
+    urls = [str(fields[name]) for name in ("gateway_url", "openai_url") if name in fields]
+    openai = f"\nOpenAI clients: [bold]{', '.join(urls)}[/bold]" if urls else ""
     prompt = _small_model_prompt() if model == str(models.path()) else '"Once upon a time"'
     return f"""
 Ready at [bold]{fields["address"]}[/bold].{openai}

@@ -1,6 +1,6 @@
 """All processes of a deployment.
 
-workers start -> ready -> routers start -> ready -> gateway, recorded ----- a signal ----> gateway, then routers, then
+workers start -> ready -> routers start -> ready -> gateways, recorded ---- a signal ----> gateways, then routers, then
      |                         |                     |   ^  one ended                       workers end
      '-- one ended: all end ---'                     '---'  it is restarted                       '-- a second signal:
                                                                                                       all are killed
@@ -25,6 +25,7 @@ from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
 from decant.runtime.backoff import Backoff
 from decant.runtime.serving.shutdown import Shutdown, race
+from decant.runtime.settings import variable_name
 from decant.runtime.telemetry import logs
 
 RESTART_BACKOFF = Backoff(0.5, 30.0)
@@ -88,7 +89,7 @@ class Supervisor:
             raise StartFailed(f"{unready}: not ready within {self._plan.ready_seconds:g} s", 1) from None
         self._has_started = True
         self._write_record()
-        _log.info("ready", address=", ".join(self._addresses()), **self._openai_url())
+        _log.info("ready", address=", ".join(self._addresses()), **self._gateway_urls())
         await asyncio.gather(*self._restarters)
 
     async def _start_all(self, specs: Sequence[Spec]) -> None:
@@ -186,10 +187,13 @@ class Supervisor:
     def _with_routers(self, gateway: Spec) -> Spec:
         return replace(gateway, arguments=(*gateway.arguments, ",".join(self._addresses())))
 
-    def _openai_url(self) -> dict[str, str]:
-        """Base URL for OpenAI's clients, if the gateway runs."""
-        gateways = [self._children[spec.name] for spec in self._plan.gateways]
-        return {"openai_url": f"http://{gateways[0].address}/v1"} if gateways else {}
+    def _gateway_urls(self) -> dict[str, str]:
+        """Base URLs for OpenAI's clients, as `gateway_url` and `openai_url`."""
+        return {f"{spec.name}_url": self._url(spec) for spec in self._plan.gateways}
+
+    def _url(self, spec: Spec) -> str:
+        scheme = "https" if variable_name("https_certificate") in spec.environment else "http"
+        return f"{scheme}://{self._children[spec.name].address}/v1"
 
     async def _drain(self) -> int:
         self._is_ending = True

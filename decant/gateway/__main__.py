@@ -1,0 +1,3 @@
+from decant.gateway.main import main
+
+raise SystemExit(main())
