@@ -7,6 +7,9 @@ int4   a scale and a zero point per group of 64 inputs, of several candidates th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -16,7 +19,7 @@ from transformers import PreTrainedModel
 
 from decant.engine.checkpoint.coded_linear import CodedLinear, is_plain_linear
 from decant.engine.checkpoint.expert_layers import DOWN, CodedExperts, first_of, has_stacked_experts, replace_experts
-from decant.engine.checkpoint.weight import PIECE, CodeKind, Codes, Weight
+from decant.engine.checkpoint.weight import CodeKind, Codes, Weight
 
 Quantization = Literal["int8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
@@ -29,8 +32,14 @@ _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 _Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Codes [out, in], scales and zero points [groups, out]; int8 has no zero points."""
 
+_PIECE = 1 << 16
+"""Numbers that are quantized at once, which stay in a core's cache."""
+
 _SMALLEST_HALF = 2.0**-14
 """Of float16 with all of its bits."""
+
+
+Map = Callable[[Callable[[torch.Tensor], _Encoded], Iterable[torch.Tensor]], Iterable[_Encoded]]
 
 
 @torch.inference_mode()
@@ -39,34 +48,52 @@ def quantize(model: PreTrainedModel, to: Quantization, *, experts: bool = False)
 
     With ``experts``, the weights of transformers' experts (``has_stacked_experts``) are quantized, too.
     """
+    with _pieces_in_threads() as each:
+        _quantize_layers(model, to, each)
+        stacked = [name for name, module in model.named_modules() if experts and has_stacked_experts(module)]
+        made = {name: _quantize_experts(name, model.get_submodule(name), to, each) for name in stacked}
+    for name, coded in made.items():
+        replace_experts(model, {name: coded}, model.dtype)
+
+
+@contextmanager
+def _pieces_in_threads() -> Iterator[Map]:
+    """Each thread of torch's takes pieces: to divide each loop among them takes longer where others use the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, "quantize") as pool:
+            yield pool.map
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _quantize_layers(model: PreTrainedModel, to: Quantization, each: Map) -> None:
     head = model.get_output_embeddings()
     layers = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
     for name, module in layers.items():
         parent, _, child = name.rpartition(".")
         assert isinstance(module, nn.Linear)
-        source = quantized(f"{name}.weight", module.weight, "int8" if module is head else to)
+        source = quantized(f"{name}.weight", module.weight, "int8" if module is head else to, each)
         setattr(model.get_submodule(parent), child, CodedLinear(source, module.bias, module.weight.dtype))
-    stacked = [name for name, module in model.named_modules() if experts and has_stacked_experts(module)]
-    for name in stacked:
-        replace_experts(model, {name: _quantize_experts(name, model.get_submodule(name), to)}, model.dtype)
 
 
-def _quantize_experts(name: str, module: Any, to: Quantization) -> CodedExperts:
+def _quantize_experts(name: str, module: Any, to: Quantization, each: Map) -> CodedExperts:
     made = {}
     for tensor in (first_of(module), DOWN):
         weights = getattr(module, tensor).transpose(1, 2) if module.is_transposed else getattr(module, tensor)
-        made[tensor] = tuple((quantized(f"{name}.{tensor}.{at}", each, to),) for at, each in enumerate(weights))
+        made[tensor] = tuple((quantized(f"{name}.{tensor}.{at}", one, to, each),) for at, one in enumerate(weights))
         setattr(module, tensor, None)  # freed before the next one is made
     return CodedExperts(made[first_of(module)], made[DOWN], {})
 
 
-def quantized(name: str, weight: torch.Tensor, to: Quantization) -> Weight:
+def quantized(name: str, weight: torch.Tensor, to: Quantization, each: Map = map) -> Weight:
     """Quantize a matrix [out, in]. Raises ValueError, with its name, if a number is not finite."""
     outputs, inner = weight.shape
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{name} has numbers that are not finite")
-    step, encode = max(1, PIECE // inner), _int8 if to == "int8" else _int4
-    parts = [encode(weight[first : first + step].float()) for first in range(0, outputs, step)]
+    encode = _int8 if to == "int8" else _int4
+    parts = list(each(encode, weight.split(max(1, _PIECE // inner))))
     codes, scales, zeros = (torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True))
     if to == "int8":
         read, kind = partial(Codes, CodeKind.INT8, codes, scales, inner), CodeKind.INT8
@@ -87,13 +114,17 @@ def _read_int4(pairs: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, i
     return Codes(CodeKind.INT4, codes, scales, GROUP, zeros)
 
 
+@torch.inference_mode()
 def _int8(weight: torch.Tensor) -> _Encoded:
+    weight = weight.float()
     scales = _not_zero(weight.abs().amax(1) / 127)
     codes = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return codes, scales[None], torch.empty(0, len(weight), dtype=torch.uint8)
 
 
+@torch.inference_mode()
 def _int4(weight: torch.Tensor) -> _Encoded:
+    weight = weight.float()
     inner = weight.shape[1]
     groups = nn.functional.pad(weight, (0, -inner % GROUP)).unflatten(1, (-1, GROUP))
     least, most = groups.amin(2, keepdim=True).clamp_(max=0), groups.amax(2, keepdim=True).clamp_(min=0)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
 
-from decant.engine.checkpoint.quantize import QUANTIZATIONS, Quantization, quantized
+from decant.engine.checkpoint import quantize as module
+from decant.engine.checkpoint.quantize import QUANTIZATIONS, Quantization, quantize, quantized
+from tests.engine import tiny
 
 MOST = {"int8": 0.012, "int4": 0.12}
 """Root mean square error, relative to that of the numbers."""
@@ -44,3 +49,36 @@ def test_numbers_that_are_not_finite_are_refused_by_name(to: Quantization, value
     weight[3, 4] = value
     with pytest.raises(ValueError, match=r"x\.weight has numbers that are not finite"):
         quantized("x.weight", weight, to)
+
+
+@every_kind
+def test_a_weight_has_the_same_codes_in_pieces_of_several_threads(
+    to: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(96, 80, generator=torch.Generator().manual_seed(0))
+    whole = quantized("x.weight", weight, to).codes()
+    monkeypatch.setattr(module, "_PIECE", 7 * 80)
+    with module._pieces_in_threads() as each:
+        pieces = quantized("x.weight", weight, to, each).codes()
+    assert torch.equal(pieces.codes, whole.codes)
+    assert torch.equal(pieces.scales, whole.scales)
+    assert whole.zeros is None or torch.equal(whole.zeros, pieces.zeros)  # type: ignore[arg-type]
+
+
+def test_a_model_is_quantized_in_loops_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that divide a loop wait for the slowest at its end, which other processes may delay."""
+    seen, before = set[int](), torch.get_num_threads()
+
+    def watched(*args: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return quantized(*args)
+
+    monkeypatch.setattr(module, "quantized", watched)
+    model: Any = LlamaForCausalLM(tiny.config("llama"))  # type: ignore[arg-type]
+    torch.set_num_threads(2)
+    try:
+        quantize(model, "int8")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
