@@ -186,6 +186,7 @@ async def play(random: Random) -> None:
     assert not deployment.publisher.num_subscribers
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(min_value=0))
 def test_a_subscriber_has_the_known_blocks_of_its_tenant_that_a_worker_holds(seed: int) -> None:
@@ -254,6 +255,7 @@ def test_events_name_the_adapter_the_salt_and_the_parent() -> None:
     assert [list(block.token_ids) for block in more.blocks] == [[3, 4]]
 
 
+@pytest.mark.slow
 def test_memory_is_what_is_counted() -> None:
     """Known blocks of real sizes take at most the memory that the setting allows."""
     limit, block_size = 4 << 20, 16
