@@ -180,7 +180,7 @@ def save_random_gptq(made: PreTrainedConfig, folder: Path, group: int = 128) -> 
     generator, stored = torch.Generator().manual_seed(0), Parts()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
-    for name, each in model.named_parameters():
+    for name, each in _split_experts(dict(model.named_parameters())).items():
         outputs, inner = each.shape if each.dim() == 2 else (0, 0)
         if "_proj" in name:
             layer, groups = name.removesuffix(".weight"), inner // group
@@ -194,6 +194,21 @@ def save_random_gptq(made: PreTrainedConfig, folder: Path, group: int = 128) -> 
     made.save_pretrained(folder)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False}
     return edit(folder, quantization_config=settings, architectures=[type(model).__name__])
+
+
+def _split_experts(model: Parts) -> Parts:
+    """Return tensors with those of all experts as the matrices that files have of each."""
+    made = Parts()
+    for name, each in model.items():
+        folder, _, last = name.rpartition(".")
+        if each.dim() == 3:
+            parts = ["gate_proj", "up_proj"] if last == "gate_up_proj" else [last]
+            for expert, matrix in enumerate(each):
+                split = zip(parts, matrix.chunk(len(parts)), strict=True)
+                made |= {f"{folder}.{expert}.{part}.weight": rows for part, rows in split}
+        else:
+            made[name] = each
+    return made
 
 
 def _words(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

@@ -2,6 +2,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
 from tests.e2e import fork_server
 from tests.engine import quantized, tiny
+from tests.engine.tiny_configs import MOE
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -41,10 +43,18 @@ def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: 
 @LINUX
 @pytest.mark.skipif(native.kind().endswith("torch"), reason="torch's products widen the weights")
 @pytest.mark.slow
-def test_a_quantized_checkpoint_takes_little_more_than_its_files(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16, "head_dim": 64}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": False}
-    folder = quantized.save_random_gptq(tiny.config("llama", **sizes, **heads), tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"intermediate_size": 3072, "num_hidden_layers": 16}),
+        ("qwen3_moe", {**MOE, "num_experts": 16, "moe_intermediate_size": 1024, "num_hidden_layers": 2}),
+    ],
+)
+def test_a_quantized_checkpoint_takes_little_more_than_its_files(
+    kind: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    heads = {"hidden_size": 1024, "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16}
+    folder = quantized.save_random_gptq(tiny.config(kind, **sizes, **heads, tie_word_embeddings=False), tmp_path)
     stored = (folder / "model.safetensors").stat().st_size
     run = fork_server.completed("tests.engine.measure_load", str(folder), "bfloat16", timeout=600)
     measured = json.loads(run.stdout.splitlines()[-1])
