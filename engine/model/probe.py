@@ -16,7 +16,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -244,6 +244,10 @@ def probe(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionW
     if not mixed < NEIGHBOURS[dtype] or (subject.backend.exact >= PARTS and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
     rounded = list(map(_differences, batched, reference.logits))
+    if subject.rounds_rows and layout.format.is_coded:
+        plain = replace(layout, format=KvFormat(dtype.itemsize))
+        apart = _batched_logits(_runner(subject, plain, layer_windows, rows, dtype), rows)
+        _check_codes(name, list(map(_differences, batched, apart)), CODED_TOLERANCE, ("KV cache", "kv_dtype"))
     if subject.rounds_rows:
         _check_codes(name, rounded, ROUNDED_TOLERANCE, ("activations", "activations"))
     elif layout.format.is_coded:
@@ -272,7 +276,7 @@ def _check_codes(name: str, rounded: Sequence[torch.Tensor], tolerance: float, n
     """Raise ModelRefused where numbers in few bits change the logits too much; ``named``: they and their setting."""
     if not (typical := _median(rounded)) < tolerance:
         what, setting = named
-        reason = f"its logits differ from float32 by {typical:.2g} of their spread (at most {tolerance})"
+        reason = f"its logits differ by {typical:.2g} of their spread (at most {tolerance})"
         raise ModelRefused(name, f"its {what} can't be in int8: {reason}; set {setting} to auto")
 
 

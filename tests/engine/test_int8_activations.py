@@ -191,3 +191,18 @@ def test_a_model_whose_logits_change_much_is_refused(tmp_path: Path) -> None:
     folder = rewrite(tiny.save(tiny.config("llama"), tmp_path), widen)
     with pytest.raises(ModelRefused, match=r"its activations can't be in int8: .* set activations to auto"):
         serve(folder, dtype="float32", quantize="int8", activations="int8")
+
+
+@pytest.mark.slow
+def test_a_cache_that_loses_much_in_8_bits_is_refused_beside_rounded_rows(tmp_path: Path) -> None:
+    def widen(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, weight in weights.items():
+            if name.endswith("v_proj.weight"):
+                weight[::16] *= 50
+            if name.endswith("o_proj.weight"):
+                weight[:, ::16] /= 50
+        return weights
+
+    folder = rewrite(tiny.save(tiny.config("llama"), tmp_path / "plain"), widen)
+    with pytest.raises(ModelRefused, match=r"its KV cache can't be in int8: .* set kv_dtype to auto"):
+        serve(folder, dtype="float32", quantize="int8", activations="int8", kv_dtype="int8")
