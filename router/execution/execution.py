@@ -155,7 +155,6 @@ class Execution:
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
         self.stream.end = end
         self.stream.notify()
-        self._router.kv_events.record_answer(self.stream, self._context.prefix)
         self._owner.on_ended(self)
         self._release(reason)
         if not self.accepted.done():
@@ -166,6 +165,7 @@ class Execution:
         else:
             self._router.quota_leases.release(self._request.key, 0)
             self.mark_persisted()
+        self._router.kv_events.record_answer(self.stream, self._context.prefix)
 
     def _release(self, reason: wire.Cancel.Reason) -> None:
         self.reattach_reader()

@@ -43,7 +43,9 @@ class KnownBlock:
 
     @property
     def num_bytes(self) -> int:
-        return BLOCK_BYTES + len(self.tokens)
+        """The first block of a sequence counts the names, which those behind it share."""
+        names = 0 if self.parent else len(self.namespace.cache_salt) + len(self.namespace.adapter)
+        return BLOCK_BYTES + len(self.tokens) + 4 * names
 
 
 class KnownBlocks:
@@ -62,13 +64,15 @@ class KnownBlocks:
     def get(self, model: str, block_hash: int) -> KnownBlock | None:
         return self._blocks.get((model, block_hash))
 
-    def add(self, namespace: Namespace, hashes: Sequence[int], tokens: bytes) -> list[KnownBlock]:
-        """Add the blocks of a sequence from its start, with these hashes and tokens; return those that are new.
+    def add(
+        self, namespace: Namespace, hashes: Sequence[int], tokens: bytes, parent: KnownBlock | None = None
+    ) -> list[KnownBlock]:
+        """Add blocks of a sequence with these hashes and tokens, behind ``parent``; return those that are new.
 
-        Call ``shrink`` afterwards.
+        The blocks before ``parent`` have to be used after these: add the sequence up to it once more. Call ``shrink``
+        afterwards.
         """
         blocks, model, stride = self._blocks, namespace.model, namespace.block_size * TOKEN_BYTES
-        parent: KnownBlock | None = None
         new = []
         for number, block_hash in enumerate(hashes):
             block = blocks.get((model, block_hash))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from decant.router.kv_events.feed import EventFeed, History, Subscription
-from decant.router.kv_events.known_blocks import KnownBlock, KnownBlocks, Namespace
+from decant.router.kv_events.known_blocks import TOKEN_BYTES, KnownBlock, KnownBlocks, Namespace
 from decant.router.placement.prefix_index import PrefixIndex, PromptBlocks
 from decant.router.request.token_stream import TokenStream
 from decant.runtime.errors import Unimplemented
@@ -15,6 +15,9 @@ from decant.runtime.packed import pack
 
 HISTORY_SHARE = 0.25
 """Part of the memory for batches that subscribers have not read; the rest is for tokens of known blocks."""
+
+MAX_SALT = 256
+"""Characters of a ``cache_salt`` whose blocks are published: the memory for a block counts no more."""
 
 OFF = "not implemented without --kv-event-memory (docs/guides/gateways.md)"
 
@@ -103,18 +106,40 @@ class KvEventPublisher:
     def record_prompt(self, stream: TokenStream, prefix: PromptBlocks, block_sizes: Iterable[int]) -> None:
         prompt = stream.request.engine_request.prompt
         for block_size in block_sizes:
-            self.record(_namespace(stream, block_size), prefix.hashes(block_size), prompt)
+            if namespace := _namespace(stream, block_size):
+                self.record(namespace, prefix.hashes(block_size), prompt)
 
     def record_answer(self, stream: TokenStream, prefix: PromptBlocks) -> None:
         prompt = stream.request.engine_request.prompt
         for block_size in prefix.block_sizes:
-            for output in stream.outputs:
-                hashes = prefix.hashes_with(block_size, output.tokens)
-                self.record(_namespace(stream, block_size), hashes, prompt + pack(output.tokens))
+            if namespace := _namespace(stream, block_size):
+                outputs = [
+                    (prefix.hashes_after(block_size, output.tokens), pack(output.tokens))
+                    for output in stream.outputs
+                    if output.tokens
+                ]
+                self.record(namespace, prefix.hashes(block_size), prompt, outputs)
 
-    def record(self, namespace: Namespace, hashes: Sequence[int], tokens: bytes) -> None:
-        """Know the blocks of a sequence, by their hashes from the first one on, and its tokens of 4 bytes."""
-        for block in self.known.add(namespace, hashes, tokens):
+    def record(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[int],
+        prompt: bytes,
+        outputs: Sequence[tuple[Sequence[int], bytes]] = (),
+    ) -> None:
+        """Know the blocks of a prompt and of outputs after it; tokens have 4 bytes.
+
+        ``hashes``   of the whole blocks of the prompt, from the first one on
+        ``outputs``  each: hashes of the blocks behind those of the prompt, and the tokens of the output
+        """
+        new = self.known.add(namespace, hashes, prompt)
+        if outputs:
+            last = self.known.get(namespace.model, hashes[-1]) if hashes else None
+            rest = prompt[len(hashes) * namespace.block_size * TOKEN_BYTES :]
+            for following, tokens in outputs:
+                new += self.known.add(namespace, following, rest + tokens, last)
+            self.known.add(namespace, hashes, prompt)  # is used later than the blocks behind it
+        for block in new:
             self._publish(block)
         for block in self.known.shrink():
             self._remove(block)
@@ -178,9 +203,12 @@ def make_kv_events(limit_bytes: int | None, indexes: Mapping[str, PrefixIndex]) 
     return publisher
 
 
-def _namespace(stream: TokenStream, block_size: int) -> Namespace:
+def _namespace(stream: TokenStream, block_size: int) -> Namespace | None:
+    """Return None for a sequence whose blocks are not published."""
     request = stream.request
     payload = request.payload
+    if len(payload.cache.cache_salt) > MAX_SALT:
+        return None
     return Namespace(
         model=request.engine_request.model,
         tenant=request.key.tenant,

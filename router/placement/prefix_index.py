@@ -69,17 +69,16 @@ class PromptBlocks:
 
     @property
     def block_sizes(self) -> Collection[int]:
-        """Sizes of blocks for which it has hashes."""
-        return self._hashes.keys()
+        """Sizes of blocks for which it has hashes; ``prepare`` may be adding another one in its thread."""
+        return tuple(self._hashes)
 
-    def hashes_with(self, block_size: int, output: Iterable[int]) -> Sequence[int]:
-        """Hashes of the blocks of the prompt and the output tokens after it."""
+    def hashes_after(self, block_size: int, output: Iterable[int]) -> Sequence[int]:
+        """Hashes of the blocks behind the last whole block of the prompt, with the output tokens after it."""
         if not self.is_shared:
             return ()
-        hashes = array("Q", self.hashes(block_size))
-        rest = packed.unpack(self._request.prompt)[len(hashes) * block_size :]
+        rest = packed.unpack(self._request.prompt)[len(self.hashes(block_size)) * block_size :]
         rest.extend(output)
-        return hashes + _reported(hash_blocks(self._last[block_size], rest, block_size))
+        return _reported(hash_blocks(self._last[block_size], rest, block_size))
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_size: int) -> int:
         """Prompt tokens in ``cache``, never all: the last token is computed for its logits."""

@@ -15,7 +15,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.vllm import common_pb2 as common
 from decant.router.kv_events import feed
 from decant.router.kv_events.known_blocks import Namespace
-from decant.router.kv_events.publisher import HISTORY_SHARE, KvEventPublisher
+from decant.router.kv_events.publisher import HISTORY_SHARE, MAX_SALT, KvEventPublisher
 from decant.router.placement.prefix_index import PrefixIndex, PromptBlocks, WorkerPrefixCache, reported_hashes
 from decant.router.settings import RouterSettings
 from decant.router.vllm.kv_events import event_batch
@@ -112,8 +112,14 @@ class Deployment:
         self.sequences: dict[str, dict[int, tuple[int, ...]]] = {tenant: {} for tenant in TENANTS}
 
     def record(self, tenant: str, tokens: Sequence[int]) -> None:
-        hashes = hashes_of(tenant, tokens)
-        self.publisher.record(Namespace("m", tenant, "", "", BLOCK), hashes, pack(tokens))
+        """A prompt of half of the tokens, and two outputs: the other half, and a part of it."""
+        prompt, output = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+        whole = hashes_of(tenant, prompt)
+        outputs = [
+            (hashes_of(tenant, [*prompt, *one])[len(whole) :], pack(one))
+            for one in (output, output[: len(output) // 2])
+        ]
+        self.publisher.record(Namespace("m", tenant, "", "", BLOCK), whole, pack(prompt), outputs)
         self.remember(tenant, tokens)
 
     def remember(self, tenant: str, tokens: Sequence[int]) -> Sequence[int]:
@@ -304,8 +310,26 @@ def test_an_answer_continues_the_hashes_of_its_prompt() -> None:
     for length in range(7):
         tokens = list(range(length))
         request = wire.EngineRequest(prompt=pack(tokens), salt=b"s")
-        with_answer = PromptBlocks(request).hashes_with(BLOCK, [9, 8, 7])
-        assert list(with_answer) == list(reported_hashes(pack([*tokens, 9, 8, 7]), b"s", BLOCK))
+        blocks = PromptBlocks(request)
+        together = [*blocks.hashes(BLOCK), *blocks.hashes_after(BLOCK, [9, 8, 7])]
+        assert together == list(reported_hashes(pack([*tokens, 9, 8, 7]), b"s", BLOCK))
+
+
+async def test_blocks_with_a_salt_that_takes_more_memory_than_they_do_are_not_kept(store: Store) -> None:
+    async with nodes("a") as pair, core(store, [pair[0][1]], kv_event_memory="16M") as harness:  # type: ignore[list-item]
+        for length, is_kept in ((MAX_SALT + 1, False), (MAX_SALT, True)):
+            request = valid_request(f"{length}", *range(ENGINE_BLOCK))
+            request.payload.cache.cache_salt = "s" * length
+            await harness.answer(request)
+            assert bool(harness.router.kv_events.num_bytes) == is_kept
+
+
+def test_hashes_of_another_size_may_come_while_an_answer_is_recorded() -> None:
+    blocks = PromptBlocks(wire.EngineRequest(prompt=pack([1, 2, 3, 4]), salt=b"s"))
+    blocks.hashes(1)
+    for size in blocks.block_sizes:
+        blocks.hashes(size + 1)
+    assert list(blocks.block_sizes) == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["15M", "much", ""])
