@@ -118,8 +118,8 @@ class KvTransfers:
         if export is None:
             return
         export.release()
-        if export.commit is not None:
-            for each in self._parked(id):
+        if export.commit is not None and (parked := self._parked(id)):  # none after a cancel: they run on
+            for each in parked:
                 self._engine.scheduler.release(self._engine.parked.pop(each))
                 del self._engine.sequences[each]
             export.siblings.clear()

@@ -32,6 +32,16 @@ ACTIONS: tuple[tuple[int, Callable[[World, int, int], object]], ...] = (
 )
 """Weights, and actions with two numbers that choose their details."""
 
+RESUMED_AFTER_ITS_COMMIT = bytes.fromhex(
+    "22484c95b1ccebf2ffc9f184586692d4ea70147d8794a0adb0c4dadaec14a22028616183bad2e2e5f3fd44a5caec3f4b7600"
+    "7401aabbbfdb000e1f25565e8fa6ade0e1fb8846b6ca427db160d952192f68c23a5b5c8e02091b1e5a627e819b9ca9bec1d4"
+    "f2fb3b71a5a96645214e2942d86577b9279aafe0b32e676c8d0e90be9105953aff2ea277a9d86a1fc0d51a3d2a6b8ba357a7"
+    "f816386c4c178ea4c5df09203781a4aab60cbf9caee95cea0b367f9b2326d036486fdc49fe9899ea05061011132848566a76"
+    "7a7c8198acbed1e2e7f7042a35474b5c5e8d8d95d3d8ecf2fd689a016f7c8ba7b1b8cecee63cbcbfdb037b794a905c202319"
+    "a21241b8fd6502060b0d18181a212223303444444b4d52555a5e5f6063646f7f7f869095989ca9b0b5bdc7cfddeceef3fcff"
+)
+"""Actions after which two outputs of a request, whose committed move was cancelled, can be moved again."""
+
 GROWN_BESIDE_ITS_FORK = bytes.fromhex(
     "3ff52f93add5ed4f6c8bac177a828ec7daf4a48bc83255040a6a0f585ff1087b329baec9fc98d34d29b0e04a637481a2dbf1"
     "4a4f6e72dde0d609c81a5ec4ff3fb9c6075cbcdd2a5a98cb426a8a9eaaafb4e4e47e9699ad1634364cbfd4743f6790929da1"
@@ -53,6 +63,7 @@ GROWN_BESIDE_ITS_FORK = bytes.fromhex(
     drawn=st.binary(min_size=300, max_size=300),
 )
 @example(budget=1, running=4, costs=StepCostModel(0.0, 0.0, 0.0, 0.0), absent=set(), drawn=GROWN_BESIDE_ITS_FORK)
+@example(budget=1, running=4, costs=StepCostModel(0.0, 0.1, 0.0, 0.002), absent={2, 8}, drawn=RESUMED_AFTER_ITS_COMMIT)
 def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions(
     budget: int, running: int, costs: StepCostModel, absent: Set[int], drawn: bytes
 ) -> None:
