@@ -64,7 +64,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     adapter = peft_adapters.for_model(tmp_path_factory.mktemp("adapters") / ADAPTER, models.path(), seed=1)
     often_waiting = ("--stream-keepalive-seconds", "0.02")  # the gateway skips its responses that are no chunk
-    worker = (*SMALL_KV, "--adapters", f"{ADAPTER}={adapter}")
+    # A run of the router that is killed stays for the lease; it has to end before the drain of its worker does.
+    worker = (*SMALL_KV, "--adapters", f"{ADAPTER}={adapter}", "--lease-ms", "30000")
     with deployment(decode=3, model=str(model), router=often_waiting, worker=worker) as made:
         yield made
 

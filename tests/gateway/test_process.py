@@ -16,6 +16,7 @@ import pytest
 from decant.gateway.main import main
 from decant.protos import inference_pb2 as pb
 from decant.runtime.connections import certificates
+from tests import logging_state
 from tests.decant.scripted import Script, delta, finished, serving, started
 from tests.e2e.deployment import PATIENCE_S, Process
 
@@ -79,7 +80,7 @@ def test_a_stream_ends_within_the_drain_or_with_an_error(
 def test_an_unusable_setting_is_refused_in_one_line(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, logging_state.restored():
         raise SystemExit(main(["--port", "0", "--log-level", "warning", *arguments]))
     assert ended.value.code == 2
     printed = capsys.readouterr().err
