@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decant.client.fields import set_field
+from decant.client.fields import set_field, to_json
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import InvalidArgument
 
@@ -46,19 +45,22 @@ def add_tools(target: pb.Messages, tools: Any) -> None:
         added = target.tools.add()
         for name, value in function.items():
             if value is not None:
-                set_field(added, name, _to_json(value) if name == "parameters" else value, f"{where}.{name}")
+                place = f"{where}.{name}"
+                set_field(added, name, to_json(value, place) if name == "parameters" else value, place)
 
 
 def set_tool_choice(target: pb.Messages, choice: Any) -> None:
-    """Set "auto", "none", "required" or the name of a tool, also as ``{"function": {"name": ...}}``."""
-    if isinstance(choice, Mapping):
-        choice = _function("tool_choice", choice, {"name"}).get("name")
-    if not isinstance(choice, str):
+    """Set "auto", "none", "required" or the name of a tool.
+
+    As ``{"function": {"name": ...}}`` it is a name, also of a tool that has the name of a mode.
+    """
+    name = _function("tool_choice", choice, {"name"}).get("name") if isinstance(choice, Mapping) else choice
+    if not isinstance(name, str):
         raise InvalidArgument("tool_choice", "'auto', 'none', 'required' or the name of a tool", repr(choice))
-    if choice in _MODES:
-        target.tool_choice.mode = _MODES[choice]
+    if name in _MODES and name is choice:
+        target.tool_choice.mode = _MODES[name]
     else:
-        set_field(target.tool_choice, "name", choice, "tool_choice")
+        set_field(target.tool_choice, "name", name, "tool_choice")
 
 
 def _add_parts(message: pb.Message, parts: Sequence[Any], where: str) -> None:
@@ -72,19 +74,23 @@ def _add_calls(message: pb.Message, calls: Any, where: str) -> None:
     for index, call in enumerate(_listed(where, calls)):
         place = f"{where}[{index}]"
         if isinstance(call, Mapping):
-            values: Mapping[str, Any] = {"id": call.get("id"), **_function(place, call, {"id", "name", "arguments"})}
+            function = _function(place, call, {"id", "name", "arguments"}, beside=("id", "index"))
+            values: Mapping[str, Any] = {"id": call.get("id"), **function}
         else:  # of an answer
             values = {name: getattr(call, name, None) for name in ("id", "name", "arguments")}
         added = message.tool_calls.add()
         for name, value in values.items():
             if value is not None:
-                set_field(added, name, _to_json(value) if name == "arguments" else value, f"{place}.{name}")
+                inner = f"{place}.{name}"
+                set_field(added, name, to_json(value, inner) if name == "arguments" else value, inner)
 
 
-def _function(where: str, value: Any, names: set[str]) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
+def _function(where: str, value: Any, names: set[str], beside: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The function with `names` that is `value`, or is in it `beside` other keys."""
+    if isinstance(value, Mapping) and value.get("type") in (None, "function"):
         function = value.get("function", {name: inner for name, inner in value.items() if name != "type"})
-        if isinstance(function, Mapping) and function.keys() <= names:
+        is_alone = "function" not in value or value.keys() <= {"type", "function", *beside}
+        if is_alone and isinstance(function, Mapping) and function.keys() <= names:
             return function
     raise InvalidArgument(where, f"a function with {', '.join(sorted(names))}", repr(value))
 
@@ -93,7 +99,3 @@ def _listed(where: str, values: Any) -> Sequence[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         raise InvalidArgument(where, "a list", repr(values))
     return values
-
-
-def _to_json(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -15,15 +17,27 @@ def set_field(message: Message, name: str, value: Any, option: str, original: ob
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, name).update(value)
-        elif field.is_repeated and isinstance(value, str | bytes | bytearray):
-            raise TypeError("a text is not a list of values")
+        elif field.is_repeated and isinstance(value, str | bytes | bytearray | Mapping):
+            raise TypeError("neither a text nor a mapping is a list of values")
         elif field.is_repeated:
             getattr(message, name).extend(value)
+        elif isinstance(value, bool) and field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
+            raise TypeError("neither True nor False is a number")
         else:
             setattr(message, name, value)
     except (TypeError, ValueError):
         shown = value if original is None else original
         raise InvalidArgument(option, _expected(field, shown), repr(shown)) from None
+
+
+def to_json(value: Any, option: str) -> Any:
+    """Write a mapping as JSON; any other value is returned as it is. Raises InvalidArgument."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidArgument(option, "values that JSON has, whose numbers are finite", repr(value)) from None
 
 
 def _expected(field: Any, value: object) -> str:

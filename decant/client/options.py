@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
@@ -11,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 from google.protobuf.message import Message
 
 from decant.client.conversation import add_messages, add_tools, set_tool_choice
-from decant.client.fields import set_field
+from decant.client.fields import set_field, to_json
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import InvalidArgument
 
@@ -90,14 +89,18 @@ _GROUPS: dict[str, type[Message]] = {
     "stream": pb.StreamOptions,
 }
 _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in kind.DESCRIPTOR.fields}
+_GUIDES = [field.name for field in pb.GuidedDecoding.DESCRIPTOR.fields]
 
 
 def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Make a request. Raises InvalidArgument for a value that its field can't hold, TypeError for an unknown option."""
     message = pb.GenerateRequest()
     _set_input(message, prompt)
+    guides = [name for name in _GUIDES if options.get(name) not in (None, False)]
+    if len(guides) > 1:
+        raise InvalidArgument(guides[-1], f"unset beside {guides[0]}", repr(options.get(guides[-1])))
     for name, value in options.items():
-        if value is not None:
+        if value is not None and not (name == "json_object" and value is False):
             _set_option(message, name, value)
     return message
 
@@ -198,8 +201,8 @@ _OF_MESSAGES: Mapping[str, Callable[[pb.Messages, Any], None]] = {
 def _to_field_value(name: str, value: object) -> object:
     if name == "stop" and isinstance(value, str):
         return [value]
-    if name in ("json_schema", "structural_tag") and isinstance(value, Mapping):
-        return json.dumps(value)
+    if name in ("json_schema", "structural_tag"):
+        return to_json(value, name)
     if name == "on_disconnect" and isinstance(value, str):
         return f"ON_DISCONNECT_{value.upper()}"
     return value

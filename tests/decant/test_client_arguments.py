@@ -50,6 +50,11 @@ PROMPT = "prompt: a text, token ids or messages"
         ({"on_disconnect": "stay"}, "on_disconnect: 'cancel' or 'detach', got 'stay'"),
         ({"choice": "yes"}, "choice: a list of texts, got 'yes'"),
         ({"choice": [1]}, "choice: a list of texts, got [1]"),
+        ({"choice": {"a": 1}}, "choice: a list of texts, got {'a': 1}"),
+        ({"stop": {"a": 1}}, "stop: a text or a list of texts, got {'a': 1}"),
+        ({"temperature": True}, "temperature: a number, got True"),
+        ({"choice": ["a"], "regex": "b"}, "choice: unset beside regex, got ['a']"),
+        ({"json_object": True, "json_schema": "{}"}, "json_object: unset beside json_schema, got True"),
         ({"user": "\ud800"}, "user: a text that UTF-8 can encode, got '\\ud800'"),
         ({"model": 3}, "model: a text, got 3"),
         (
@@ -226,6 +231,9 @@ def test_tools_and_calls_are_taken_in_the_form_of_other_clients() -> None:
     named = request(HELLO, {"tools": [function], "tool_choice": {"type": "function", "function": {"name": "now"}}})
     assert named.messages.tool_choice.name == "now"
     assert request(HELLO, {"tools": [function], "tool_choice": "now"}) == named
+    for mode in ("auto", "none", "required"):
+        forced = request(HELLO, {"tool_choice": {"function": {"name": mode}}}).messages.tool_choice
+        assert forced == pb.ToolChoice(name=mode), "the name of a tool may be that of a mode"
     strict = request(HELLO, {"tools": [{**function, "strict": True}], "parallel_tool_calls": False}).messages
     assert strict.tools[0].strict
     assert strict.HasField("parallel_tool_calls")
@@ -256,7 +264,13 @@ def test_reasoning_and_a_continued_message_are_options_of_messages() -> None:
         (HELLO, {"tools": [3]}, "tools[0]"),
         (HELLO, {"tools": [{"name": 3}]}, "tools[0].name"),
         (HELLO, {"tools": [{"name": "x", "parameters": 3}]}, "tools[0].parameters"),
+        (HELLO, {"tools": [{"name": "x", "parameters": {"maximum": float("inf")}}]}, "tools[0].parameters"),
+        (HELLO, {"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools[0]"),
+        (HELLO, {"tools": [{"type": "custom", "name": "x"}]}, "tools[0]"),
+        (HELLO, {"tools": [{"function": {"name": "x"}, "strict": True}]}, "tools[0]"),
         (HELLO, {"tool_choice": 3}, "tool_choice"),
+        (HELLO, {"tool_choice": {"type": "bogus", "function": {"name": "x"}}}, "tool_choice"),
+        ("x", {"json_schema": {"maximum": float("inf")}}, "json_schema"),
         ("x", {"tools": []}, "tools"),
     ],
 )
@@ -264,6 +278,10 @@ def test_a_value_that_its_field_cannot_hold_is_refused_by_name(prompt: Any, opti
     with pytest.raises(decant.InvalidArgument) as caught:
         request(prompt, options)
     assert caught.value.field == field
+
+
+def test_an_unset_guide_leaves_the_other_one() -> None:
+    assert request("x", {"regex": "a", "json_object": False, "choice": None}).guided == pb.GuidedDecoding(regex="a")
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
