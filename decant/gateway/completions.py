@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from decant.client import Output, Prompt, Usage
@@ -131,14 +131,14 @@ class _Choice:
     run: int
     output: int
     is_new: bool = True
-    _offset: int = 0
+    _offsets: logprobs.TextOffsets = field(default_factory=logprobs.TextOffsets)
 
     def part(self, text: str, tokens: Sequence[pb.TokenLogprob], reason: str | None) -> dict[str, Any]:
         alternatives = self.request.options.get("logprobs")
         made = None
-        if alternatives is not None and tokens:
-            made = logprobs.of_completion(tokens, self._offset, alternatives)
-            self._offset += sum(len(token.token) for token in tokens)
+        if alternatives is not None:
+            self._offsets.add(text)
+            made = logprobs.of_completion(tokens, self._offsets, alternatives) if tokens else None
         self.is_new = False
         return {
             "index": self.run * self.request.outputs_each + self.output,

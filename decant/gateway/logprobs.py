@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from decant.protos import inference_pb2 as pb
@@ -15,17 +17,47 @@ def of_chat(tokens: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def of_completion(tokens: Sequence[pb.TokenLogprob], offset: int, alternatives: int) -> dict[str, Any]:
-    """`offset` is where the text of the first token begins. A token is among its own alternatives."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
+@dataclass
+class TextOffsets:
+    """Where each token of a text begins, in characters. Text and tokens arrive in parts, of which either may be ahead.
+
+    A special token that the text does not contain has no length. Tokens that are one character together begin with it.
+    """
+
+    _offset: int = 0
+    _text: str = ""
+    _next: int = 0
+    """Index in `_text` of `_offset`; past its end where tokens are ahead."""
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    def add(self, text: str) -> None:
+        rest = self._text[self._next :]
+        self._next = max(0, self._next - len(self._text))
+        self._text = rest + text
+
+    def take(self, raw: bytes) -> int:
+        """The offset of the next token, whose bytes are `raw`."""
+        begin, piece = self._offset, self._decoder.decode(raw)
+        if not self._follows(piece):
+            piece = piece.removeprefix(" ")  # some tokenizers drop the space of the first word
+        if self._follows(piece):
+            self._offset += len(piece)
+            self._next += len(piece)
+        return begin
+
+    def _follows(self, piece: str) -> bool:
+        return piece.startswith(self._text[self._next : self._next + len(piece)])
+
+
+def of_completion(tokens: Sequence[pb.TokenLogprob], offsets: TextOffsets, alternatives: int) -> dict[str, Any]:
+    """`offsets` has the text of the tokens, as far as it is known. A token is among its own alternatives."""
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [token.logprob if token.HasField("logprob") else None for token in tokens],
         "top_logprobs": [_alternatives(token) for token in tokens] if alternatives else None,
-        "text_offset": offsets,
+        "text_offset": [offsets.take(token.raw_bytes) for token in tokens],
     }
 
 

@@ -391,6 +391,11 @@ def test_a_completion_has_logprobs_bias_token_ids_and_the_text_of_decants_own_ap
     assert len({*biased.logprobs.tokens}) == 1
     echoed = complete(own, max_tokens=8, echo=True).choices[0].text
     assert echoed == PROMPT + same.text
+    (accented,) = complete(own, prompt="def é(a", max_tokens=4, echo=True, logprobs=0).choices
+    begins = zip(accented.logprobs.tokens, accented.logprobs.text_offset, strict=True)
+    in_text = [(token, begin) for token, begin in begins if not token.startswith("<|") and "\ufffd" not in token]
+    assert in_text[0] == ("def", 0)
+    assert all(accented.text.startswith(token, begin) for token, begin in in_text)
 
 
 def test_an_adapter_is_a_model(own: OpenAI, running: Deployment) -> None:

@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import decant
 from decant import AsyncClient
 from decant.gateway.app import Gateway
+from decant.gateway.logprobs import TextOffsets
 from decant.gateway.responses import EventStream
 from decant.protos import inference_pb2 as pb
 from tests.decant.scripted import Break, Script, endless_answer, finished, never, started
@@ -34,11 +35,11 @@ def token(text: str, logprob: float = -0.5) -> pb.TokenLogprob:
 async def rich_answer(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
     """Two outputs: reasoning, a text and a call with logprobs; and a text."""
     first = started(request)
-    first.started.prompt_logprobs.add(token_id=1, token="p")
+    first.started.prompt_logprobs.add(token_id=1, token="p", raw_bytes=b"p")
     yield first
     deltas = [
         pb.Delta(num_tokens=1, reasoning="so"),
-        pb.Delta(num_tokens=1, text="ab", logprobs=[token("ab")]),
+        pb.Delta(num_tokens=1, text="pab" if request.response.echo else "ab", logprobs=[token("ab")]),
         pb.Delta(num_tokens=1, index=1, text="x", logprobs=[token("x")]),
         pb.Delta(num_tokens=1, tool_calls=[pb.ToolCallDelta(id="c", name="f", arguments='{"a"')]),
         pb.Delta(num_tokens=1, tool_calls=[pb.ToolCallDelta(arguments=": 1}")]),
@@ -101,9 +102,27 @@ async def test_chunks_of_a_completion_have_logprobs_of_an_echoed_prompt_too(gate
         (["ab"], [-0.5], [1]),
     ]
     assert [one["top_logprobs"] for one in made] == [[None], [{"z": -0.25, "ab": -0.5}]]
-    assert "".join(part["text"] for part in parts) == "ab"
+    assert "".join(part["text"] for part in parts) == "pab"
     assert [part["finish_reason"] for part in parts] == [None, None, "stop"]
     assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("parts", "pieces", "expected"),
+    [
+        (["def é("], ["<|begin|>", "def", " ", b"\xc3", b"\xa9", "("], [0, 0, 3, 4, 4, 5]),
+        (["def a", "", "b"], ["<s>", " def", " a", "b"], [0, 0, 3, 5]),  # the first word's space is not in the text
+        (["", "", "abc", "d"], ["a", "b", "c", "d"], [0, 1, 2, 3]),  # tokens are ahead
+        (["ab<|end|>c"], ["ab", "<|end|>", "c"], [0, 2, 9]),
+        (["abc"], ["ab", "<|end|>", "c"], [0, 2, 2]),
+    ],
+)
+def test_offsets_count_what_the_text_contains(parts: Any, pieces: Any, expected: Any) -> None:
+    offsets, found = TextOffsets(), []
+    for index, piece in enumerate(pieces):
+        offsets.add(parts[index] if index < len(parts) else "")
+        found.append(offsets.take(piece if isinstance(piece, bytes) else piece.encode()))
+    assert found == expected
 
 
 async def test_each_prompt_of_a_completion_is_a_request(gateway: Gateway, script: Script) -> None:
