@@ -80,20 +80,32 @@ def options_of(body: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
+def only(given: Mapping[str, Any], known: Set[str], where: str) -> None:
+    """Refuse each other field of an object that is set. `where` precedes its name. Raises ApiError."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise unsupported(f"{where}{name}", "no such field")
+
+
+def flag(body: Mapping[str, Any], name: str, where: str = "") -> bool:
     """A field that is true, false or unset. Raises ApiError."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise refused(name, "true or false", value)
+        raise refused(f"{where}{name}", "true or false", value)
     return bool(value)
 
 
-def text(body: Mapping[str, Any], name: str) -> str:
+def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
     """A text; "" if it is unset. Raises ApiError."""
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise refused(name, "a text", value)
+        raise refused(f"{where}{name}", "a text", value)
     return value or ""
+
+
+def first_text(body: Mapping[str, Any], *names: str) -> str | None:
+    """The first of these texts that is not empty. Raises ApiError if any is no text."""
+    return next(filter(None, [text(body, name) for name in names]), None)
 
 
 def count(body: Mapping[str, Any], name: str) -> int | None:

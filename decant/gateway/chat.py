@@ -8,7 +8,7 @@ from typing import Any
 
 from decant.client import Answer, Delta, Output
 from decant.gateway import body_fields, logprobs
-from decant.gateway.errors import refused, unsupported
+from decant.gateway.errors import OF_HEADERS, refused, unsupported
 from decant.gateway.generation import Caller, GenerationRequest, answers, finish_reason, pieces, usage_object
 
 KNOWN = (
@@ -21,10 +21,12 @@ KNOWN = (
     }
 )
 NAMES: Mapping[str, str] = {
+    **OF_HEADERS,
     "logprobs": "top_logprobs",
     "json_schema": "response_format",
     "json_object": "response_format",
     "session_id": "prompt_cache_key",
+    "reasoning": "reasoning_effort",
 }
 """The body's names of Decant's fields that differ, for errors."""
 
@@ -44,13 +46,13 @@ def request(body: Mapping[str, Any]) -> GenerationRequest:
         "max_tokens": _max_tokens(body),
         "logprobs": _logprobs(body),
         "logit_bias": body_fields.bias(body),
-        "user": body.get("user") or body.get("safety_identifier"),
-        "session_id": body.get("session_id") or body.get("prompt_cache_key"),
+        "user": body_fields.first_text(body, "user", "safety_identifier"),
+        "session_id": body_fields.first_text(body, "session_id", "prompt_cache_key"),
         "reasoning": _reasoning(body),
         **_response_format(body),
     }
     return GenerationRequest(
-        options={name: value for name, value in options.items() if value is not None and value != []},
+        options={name: value for name, value in options.items() if value is not None},
         messages=_messages(body),
         is_stream=body_fields.flag(body, "stream"),
         includes_usage=body_fields.includes_usage(body),
@@ -94,9 +96,11 @@ def _logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _reasoning(body: Mapping[str, Any]) -> Any:
-    effort = body.get("reasoning_effort")
+    is_on, effort = body.get("reasoning"), body.get("reasoning_effort")
     if effort is None:
-        return body.get("reasoning")
+        return None if is_on is None else body_fields.flag(body, "reasoning")
+    if is_on is not None:
+        raise refused("reasoning", "unset beside reasoning_effort", is_on)
     if effort not in ("none", *_EFFORTS):
         raise refused("reasoning_effort", f"one of none, {', '.join(_EFFORTS)}", effort)
     return effort != "none"
@@ -104,15 +108,21 @@ def _reasoning(body: Mapping[str, Any]) -> Any:
 
 def _response_format(body: Mapping[str, Any]) -> Mapping[str, Any]:
     given = body_fields.mapping(body, "response_format")
-    kind = given.get("type") if given is not None else "text"
-    if kind == "text":
+    if given is None:
         return {}
-    if kind == "json_object":
-        return {"json_object": True}
-    schema = given.get("json_schema") if given is not None and kind == "json_schema" else None
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+    kind = given.get("type")
+    body_fields.only(given, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format.")
+    if kind in ("text", "json_object"):
+        return {"json_object": True} if kind == "json_object" else {}
+    schema = given.get("json_schema")
+    if kind != "json_schema" or not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         limit = "type text, json_object, or json_schema with json_schema.schema"
         raise refused("response_format", limit, given)
+    where = "response_format.json_schema."
+    body_fields.only(schema, {"name", "description", "schema", "strict"}, where)
+    for name in ("name", "description"):
+        body_fields.text(schema, name, where)
+    body_fields.flag(schema, "strict", where)
     return {"json_schema": schema["schema"]}
 
 

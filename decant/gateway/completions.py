@@ -9,7 +9,7 @@ from typing import Any
 
 from decant.client import Output, Prompt, Usage
 from decant.gateway import body_fields, logprobs
-from decant.gateway.errors import refused
+from decant.gateway.errors import OF_HEADERS, refused
 from decant.gateway.generation import Caller, GenerationRequest, Piece, answers, finish_reason, pieces, usage_object
 from decant.protos import inference_pb2 as pb
 
@@ -18,7 +18,7 @@ KNOWN = (
     | body_fields.EXTENSIONS
     | {"model", "prompt", "stream", "stream_options", "logprobs", "logit_bias", "echo", "best_of"}
 )
-NAMES: Mapping[str, str] = {"prompt_logprobs": "logprobs", "token_ids": "prompt"}
+NAMES: Mapping[str, str] = {**OF_HEADERS, "prompt_logprobs": "logprobs", "token_ids": "prompt"}
 """The body's names of Decant's fields that differ, for errors."""
 
 DEFAULT_MAX_TOKENS = 16
@@ -31,6 +31,7 @@ def request(body: Mapping[str, Any]) -> GenerationRequest:
     body_fields.check(body, KNOWN)
     options = body_fields.options_of(body, body_fields.SAMPLING | body_fields.EXTENSIONS)
     alternatives, has_echo = body_fields.count(body, "logprobs"), body_fields.flag(body, "echo")
+    best_of = body_fields.count(body, "best_of")
     options |= {
         "model": body_fields.text(body, "model") or None,
         "max_tokens": DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"],
@@ -38,7 +39,7 @@ def request(body: Mapping[str, Any]) -> GenerationRequest:
         "prompt_logprobs": alternatives if has_echo else None,
         "logit_bias": body_fields.bias(body),
         "echo": has_echo or None,
-        "best_of": body.get("best_of") if body.get("best_of") != (body.get("n") or 1) else None,
+        "best_of": best_of if best_of != (body.get("n") or 1) else None,
     }
     return GenerationRequest(
         options={name: value for name, value in options.items() if value is not None},

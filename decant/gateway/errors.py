@@ -50,6 +50,8 @@ _CODES = {
     Reason.FIELD_NOT_SUPPORTED: "unsupported_parameter",
     Reason.UNSPECIFIED: "service_unavailable",
 }
+OF_HEADERS: Mapping[str, str] = {"request_id": "Idempotency-Key"}
+"""Names of Decant's fields that are headers of a call, for errors."""
 _GROUPS = ("sampling.", "stopping.", "response.", "guided.", "cache.", "stream.")
 
 
@@ -110,7 +112,7 @@ def error_object(error: ServiceError, names: Mapping[str, str]) -> ErrorObject:
     status = _OF_REASONS.get(error.reason) or _STATUSES.get(error.code, 500)
     param = _param(error, names)
     message = str(error) or error.code.name
-    field_name = error.detail.violation.field if error.detail.violation else None
+    field_name = _field_of(error)
     if param is not None and field_name and param != field_name and message.startswith(f"{field_name}:"):
         message = param + message.removeprefix(field_name)
     retry_after = error.retry_after
@@ -127,12 +129,18 @@ def error_object(error: ServiceError, names: Mapping[str, str]) -> ErrorObject:
     )
 
 
+def _field_of(error: ServiceError) -> str | None:
+    if error.reason is Reason.REQUEST_ID_REUSED:
+        return "request_id"
+    return error.detail.violation.field if error.detail.violation else None
+
+
 def _param(error: ServiceError, names: Mapping[str, str]) -> str | None:
     if error.reason is Reason.MODEL_NOT_FOUND:
         return "model"
-    if error.detail.violation is None or error.reason is Reason.QUOTA_EXCEEDED:
+    name = _field_of(error)
+    if name is None or error.reason is Reason.QUOTA_EXCEEDED:
         return None
-    name = error.detail.violation.field
     for group in _GROUPS:
         name = name.removeprefix(group)
     name = name.removeprefix("messages.") if name.startswith("messages.") else name

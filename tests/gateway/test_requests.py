@@ -10,12 +10,20 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from decant.client.options import named_request
 from decant.gateway import body_fields, chat, completions, embeddings
-from decant.gateway.errors import ApiError
+from decant.gateway.errors import ApiError, error_object
 from decant.protos import inference_pb2 as pb
+from decant.runtime.errors import InvalidArgument, ServiceError
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+JSON_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+NO_TEXTS: list[Any] = [0, False, [], {}]
+
+
+def with_schema(**fields: Any) -> Any:
+    return {**JSON_SCHEMA, "json_schema": {**JSON_SCHEMA["json_schema"], **fields}}
 
 
 def of_chat(**fields: Any) -> pb.GenerateRequest:
@@ -153,12 +161,21 @@ REFUSED_CHATS: list[tuple[Any, str]] = [
     ({"reasoning_effort": "enormous"}, "reasoning_effort"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+    ({"response_format": {**JSON_SCHEMA, "strict": True}}, "response_format.strict"),
+    ({"response_format": with_schema(name=5)}, "response_format.json_schema.name"),
+    ({"response_format": with_schema(strict="yes")}, "response_format.json_schema.strict"),
+    ({"response_format": with_schema(schemata={})}, "response_format.json_schema.schemata"),
+    *(({name: value}, name) for name in ("user", "safety_identifier", "prompt_cache_key") for value in NO_TEXTS),
+    ({"reasoning": {}}, "reasoning"),
+    ({"reasoning": True, "reasoning_effort": "none"}, "reasoning"),
 ]
 REFUSED_COMPLETIONS: list[tuple[Any, str]] = [
     ({"suffix": "b"}, "suffix"),
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"echo": 1}, "echo"),
+    ({"best_of": True}, "best_of"),
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [True]}, "prompt[0]"),
@@ -182,6 +199,31 @@ def test_what_decant_does_not_do_is_refused_by_name(send: Any, fields: Any, para
     error = refusal.value.error
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert error.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("send", "fields", "param"),
+    [
+        (of_completion, {"choice": ["a"], "regex": "b"}, "choice"),
+        (of_completion, {"ebnf_grammar": "a", "regex": "b"}, "ebnf_grammar"),
+        (of_completion, {"user": []}, "user"),
+        (of_chat, {"response_format": {"type": "json_object"}, "regex": "b"}, "response_format"),
+        (of_chat, {"tools": [{"type": "custom", "function": TOOL["function"]}]}, "tools[0]"),
+        (of_chat, {"tools": [{**TOOL, "strict": True}]}, "tools[0]"),
+        (of_chat, {"tools": [TOOL], "tool_choice": {"type": "bogus", "function": {"name": "f"}}}, "tool_choice"),
+    ],
+)
+def test_what_decants_client_refuses_has_the_bodys_name(send: Any, fields: Any, param: str) -> None:
+    with pytest.raises(ServiceError) as refusal:
+        send(**fields)
+    error = error_object(refusal.value, chat.NAMES if send is of_chat else completions.NAMES)
+    assert (error.status, error.param) == (400, param)
+    assert error.message.startswith(f"{param}: ")
+
+
+def test_a_refused_effort_has_its_name() -> None:
+    error = error_object(InvalidArgument("messages.reasoning", "unset for this model", True), chat.NAMES)
+    assert (error.param, error.message) == ("reasoning_effort", "reasoning_effort: unset for this model, got True")
 
 
 @pytest.mark.parametrize(
