@@ -87,6 +87,11 @@ class Gateway:
         finally:
             self._num_open -= 1
 
+    @property
+    def num_open(self) -> int:
+        """Requests whose answers are not yet sent."""
+        return self._num_open
+
     async def end_calls(self) -> None:
         """End what still runs: with an error that says that this gateway stops."""
         self.is_draining = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,8 +20,8 @@ from decant.runtime.errors import ServiceError
 
 KEEPALIVE_S = 15.0
 """Silence after which a comment is sent, so that no proxy cuts the connection."""
-UNREAD_S = 60.0
-"""Time for a client to read one event; then it counts as gone."""
+PIECE_BYTES = 64 * 1024
+"""Size of the parts of a whole answer: one at most waits in memory for its client after the request has ended."""
 
 _T = TypeVar("_T")
 
@@ -36,6 +35,13 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return to_json(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), PIECE_BYTES):
+            piece = bytes(self.body[start : start + PIECE_BYTES])
+            is_last = start + PIECE_BYTES >= len(self.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
 
 
 def to_json(content: Any) -> bytes:
@@ -85,8 +91,7 @@ class EventStream:
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
-                with suppress(ClientLeft):
-                    writing.result()
+                writing.result()
         finally:
             await _cancel(writing, keeping, leaving)
 
@@ -111,17 +116,13 @@ class EventStream:
                 await self._send(send, b": waiting\n\n")
 
     async def _send(self, send: Send, event: bytes) -> None:
-        """Send an event, the first one after the headers. Raises ClientLeft for a client that does not read."""
+        """Send an event, the first one after the headers."""
         async with self._sending:
             self._has_written = True
-            try:
-                async with asyncio.timeout(UNREAD_S):
-                    if not self._is_started:
-                        self._is_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except TimeoutError:
-                raise ClientLeft from None
+            if not self._is_started:
+                self._is_started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
 
     def _raw_headers(self) -> list[tuple[bytes, bytes]]:
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}

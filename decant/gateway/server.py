@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from decant.gateway.app import Gateway
+from decant.gateway.connections import Connection
 from decant.gateway.settings import GatewaySettings
 from decant.runtime.serving.server_settings import is_every_address, join_address
 from decant.runtime.serving.shutdown import Shutdown
@@ -71,9 +72,12 @@ async def serve(gateway: Gateway, settings: GatewaySettings, listening: socket.s
     server.should_exit = True
     forced = asyncio.create_task(shutdown.wait_forced())
     await asyncio.wait({serving, forced}, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-    has_ended, server.force_exit = serving.done(), forced.done()
+    has_ended, server.force_exit = not gateway.num_open, forced.done()
     forced.cancel()
     await gateway.end_calls()
+    await asyncio.wait({serving}, timeout=0 if has_ended else LAST_S)
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()  # what its client has not read would keep it open
     await serving
     _log.info("ended")
     return has_ended
@@ -82,7 +86,7 @@ async def serve(gateway: Gateway, settings: GatewaySettings, listening: socket.s
 def _config(gateway: Gateway, settings: GatewaySettings) -> uvicorn.Config:
     return uvicorn.Config(
         gateway,
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         loop="none",
@@ -91,7 +95,7 @@ def _config(gateway: Gateway, settings: GatewaySettings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=round(settings.drain_seconds) + LAST_S,
+        timeout_graceful_shutdown=round(settings.drain_seconds) + 2 * LAST_S,
         ssl_certfile=settings.https_certificate,
         ssl_keyfile=settings.https_key,
     )
