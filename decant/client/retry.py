@@ -38,6 +38,9 @@ MORE_TRIES = 2
 LONGEST_PAUSE_S = 30.0
 """Longest pause before the first message; an error with a longer retry delay is raised."""
 
+_MAX_CALL_S = 1e9
+"""Longest time of a call: gRPC takes a deadline beyond its 64 bits of nanoseconds for one that has passed."""
+
 _LOST_CODES = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -98,7 +101,7 @@ class RetryState:
         return self._router
 
     def remaining(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - self._clock())
+        return None if self._deadline is None else min(max(0.0, self._deadline - self._clock()), _MAX_CALL_S)
 
     def mark_progress(self) -> None:
         """Reset backoffs and the time to resume; call it for each response or new message of a stream."""

@@ -16,6 +16,7 @@ from decant.router.request.valid_request import ValidRequest
 from decant.router.workers.needs import Needs, needs_of
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.connections.channel import whole_ms
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest
@@ -91,7 +92,7 @@ class AttemptContext:
         message = wire.EngineRequest()
         message.CopyFrom(request.engine_request)
         message.traceparent = self.traceparent
-        message.age_ms = max(0, round((asyncio.get_running_loop().time() - request.accepted_at) * 1000))
+        message.age_ms = whole_ms(asyncio.get_running_loop().time() - request.accepted_at)
         remaining_ms = request.deadline.remaining_ms()
         if remaining_ms is not None:
             message.remaining_ms = remaining_ms

@@ -23,7 +23,7 @@ from decant.router.workers import turns
 from decant.router.workers.needs import Needs
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.background import task_group
-from decant.runtime.connections.channel import Deadline
+from decant.runtime.connections.channel import Deadline, whole_ms
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, NotFound, Unavailable
 from decant.runtime.priority import queue_key
@@ -166,7 +166,7 @@ class PromptRunner:
     def _call(self, running: _RunningBatch, request: wire.EngineRequest, worker: WorkerHandle) -> wire.PrefillRequest:
         timed = wire.EngineRequest()
         timed.CopyFrom(request)
-        timed.age_ms = max(0, round((asyncio.get_running_loop().time() - running.accepted_at) * 1000))
+        timed.age_ms = whole_ms(asyncio.get_running_loop().time() - running.accepted_at)
         remaining_ms = running.batch.deadline.remaining_ms()
         if remaining_ms is not None:
             timed.remaining_ms = remaining_ms

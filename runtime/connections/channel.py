@@ -22,6 +22,9 @@ PEER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+_MAX_UINT32 = 2**32 - 1
+
+
 class Connector:
     """Opener of channels with the newest valid TLS files. The constructor raises SettingError."""
 
@@ -49,6 +52,11 @@ class Connector:
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
     """Open a channel, which the caller closes. Raises SettingError for unusable TLS files."""
     return Connector(tls).open(target)
+
+
+def whole_ms(seconds: float) -> int:
+    """Whole milliseconds as a message's uint32 holds them: from 0, and at most 49 days."""
+    return int(min(max(0.0, seconds * 1000), _MAX_UINT32))
 
 
 class HasTime(Protocol):
@@ -83,7 +91,7 @@ class Deadline:
 
     def remaining_ms(self) -> int | None:
         left = self.remaining()
-        return None if left is None else int(left * 1000)
+        return None if left is None else whole_ms(left)
 
     @property
     def has_passed(self) -> bool:

@@ -54,6 +54,8 @@ def test_timeout_is_the_deadline_of_the_request(client: Client, script: Script) 
     list(client.stream("x", timeout=40))
     assert script.time_left is not None
     assert 0 < script.time_left < 45
+    for seconds in (9.2e9, 1e300):
+        assert client.generate("x", timeout=seconds).text == "abc"
 
 
 @pytest.mark.slow

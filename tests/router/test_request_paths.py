@@ -169,8 +169,10 @@ async def test_workers_get_the_whole_request_with_its_present_age_and_deadline(s
         assert list(unpack(work.prompt)) == PROMPT
         assert 900_000 < work.remaining_ms <= 1_000_000
         assert workers[0].prefills[0].engine_request.sampling == work.sampling
+        await harness.answer(make_request("for years", seconds=1e9))
+        assert workers[1].starts[1].engine_request.remaining_ms == 2**32 - 1
         await harness.answer(make_request("forever"))
-        assert not workers[1].starts[1].engine_request.HasField("remaining_ms")
+        assert not workers[1].starts[2].engine_request.HasField("remaining_ms")
 
 
 @pytest.mark.slow

@@ -181,6 +181,7 @@ def test_a_deadline_is_passed_on_as_remaining_time() -> None:
     left = Deadline.after(10).remaining_ms()
     assert left is not None
     assert 9_000 < left <= 10_000
+    assert Deadline.after(1e9).remaining_ms() == 2**32 - 1, "a message's uint32"
     over = Deadline.after(-1)
     assert (over.remaining(), over.remaining_ms(), over.has_passed) == (0.0, 0, True)
     Deadline.after(10).check()
