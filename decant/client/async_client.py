@@ -24,7 +24,7 @@ from decant.client.options import (
 from decant.client.prompt_requests import EmbedOptions, ScoreOptions, Text, embed_request, score_request
 from decant.client.results import Answer, CancelStatus, Generation
 from decant.client.routers import AsyncRouters
-from decant.client.streams import AsyncStream
+from decant.client.streams import AsyncStream, is_cancelled_when_left
 from decant.protos import inference_pb2 as pb
 from decant.runtime.backoff import Backoff
 from decant.runtime.errors import ServiceError
@@ -60,7 +60,8 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 - the request's deadline: it travels to the workers
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. `timeout` is its deadline in seconds; cancelling the task cancels the request.
+        """The whole answer. `timeout` is its deadline in seconds; cancelling the task cancels the request, except with
+        ``on_disconnect="detach"``.
 
         >>> answer = await client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
@@ -75,7 +76,7 @@ class AsyncClient:
             ended = True
             raise
         finally:
-            if not ended:
+            if not ended and is_cancelled_when_left(request):
                 await self._routers.cancel_request(request.request_id)
         return results.answer(message)
 

@@ -24,7 +24,7 @@ from decant.client.options import (
 from decant.client.prompt_requests import EmbedOptions, ScoreOptions, Text, embed_request, score_request
 from decant.client.results import Answer, CancelStatus, Generation
 from decant.client.routers import Routers
-from decant.client.streams import Stream
+from decant.client.streams import Stream, is_cancelled_when_left
 from decant.protos import inference_pb2 as pb
 from decant.runtime.backoff import Backoff
 from decant.runtime.errors import ServiceError
@@ -89,7 +89,7 @@ class Client:
             ended = True
             raise
         finally:
-            if not ended:
+            if not ended and is_cancelled_when_left(request):
                 self._routers.cancel_request(request.request_id)
         return results.answer(message)
 

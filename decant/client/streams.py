@@ -27,6 +27,13 @@ from decant.runtime.telemetry import tracing
 StreamRequest = pb.GenerateRequest | pb.ResumeStreamRequest
 
 
+def is_cancelled_when_left(request: StreamRequest) -> bool:
+    return (
+        isinstance(request, pb.GenerateRequest)
+        and request.stream.on_disconnect != pb.StreamOptions.ON_DISCONNECT_DETACH
+    )
+
+
 class ResumableStream(Transcript):
     def __init__(self, request: StreamRequest, addresses: tuple[str, ...], retries: RetryState) -> None:
         super().__init__(request.request_id)
@@ -46,14 +53,6 @@ class ResumableStream(Transcript):
     @property
     def router(self) -> str:
         return self._addresses[self._retries.router]
-
-    @property
-    def _cancels(self) -> bool:
-        request = self._request
-        return (
-            isinstance(request, pb.GenerateRequest)
-            and request.stream.on_disconnect != pb.StreamOptions.ON_DISCONNECT_DETACH
-        )
 
     def _next_call(self) -> tuple[str, Message]:
         """Repeat GenerateStream until the first token, to which a router attaches or which it starts; then resume."""
@@ -128,7 +127,7 @@ class Stream(ResumableStream):
             if self._call is None:
                 return
             try:
-                if self._cancels:
+                if is_cancelled_when_left(self._request):
                     self._routers.cancel_request(self.request_id)
             finally:
                 self._call.cancel()
@@ -203,7 +202,7 @@ class AsyncStream(ResumableStream):
             if self._call is None:
                 return
             try:
-                if self._cancels:
+                if is_cancelled_when_left(self._request):
                     await self._routers.cancel_request(self.request_id)
             finally:
                 self._call.cancel()
