@@ -22,6 +22,7 @@ from decant.gateway import calls, chat, completions, embeddings, model_list
 from decant.gateway.errors import ApiError, ErrorObject, error_object
 from decant.gateway.generation import Caller
 from decant.gateway.responses import ClientLeft, EventStream, JsonResponse, unless_left
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, Cancelled, ServiceError, Unavailable
 
@@ -118,8 +119,9 @@ class Gateway:
         request.state.names = endpoint.NAMES
         request.state.shown_id = shown
         client = calls.client_of(request, self._client)
-        timeout = calls.timeout_of(request, self._limits.timeout)
-        return Caller(client, id, timeout), shown, await calls.body_of(request, self._limits.max_body_bytes)
+        deadline = Deadline.after(calls.timeout_of(request, self._limits.timeout))
+        caller = Caller(client, id, deadline, has_key=calls.IDEMPOTENCY_KEY in request.headers)
+        return caller, shown, await calls.body_of(request, self._limits.max_body_bytes)
 
     async def _list_models(self, request: Request) -> Response:
         return JsonResponse(await model_list.listed(calls.client_of(request, self._client), self._created))

@@ -18,6 +18,7 @@ from decant.gateway.responses import ClientLeft
 
 REQUEST_ID, IDEMPOTENCY_KEY = "X-Request-Id", "Idempotency-Key"
 TIMEOUT, PRIORITY = "X-Request-Timeout", "X-Priority"
+LONGEST_TIMEOUT_S = 1e6
 BODY_S = 30.0
 """Time for a client to send its body."""
 
@@ -59,7 +60,7 @@ def _id(request: Request, name: str) -> str | None:
 
 
 def timeout_of(request: Request, longest: float | None) -> float | None:
-    """Seconds until the deadline of a call. Raises ApiError."""
+    """Seconds from the arrival of a call's headers until its deadline. Raises ApiError."""
     given = request.headers.get(TIMEOUT)
     if given is None:
         return longest
@@ -67,8 +68,8 @@ def timeout_of(request: Request, longest: float | None) -> float | None:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise refused(TIMEOUT, "a number of seconds above 0", given)
+    if not 0 < seconds <= LONGEST_TIMEOUT_S:
+        raise refused(TIMEOUT, f"a number of seconds above 0, to {LONGEST_TIMEOUT_S:.0f}", given)
     return seconds if longest is None else min(seconds, longest)
 
 

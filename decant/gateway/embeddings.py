@@ -27,7 +27,7 @@ async def whole(caller: Caller, body: Mapping[str, Any]) -> dict[str, Any]:
     if form not in ("float", "base64"):
         raise refused("encoding_format", "float or base64", form)
     options: dict[str, Any] = body_fields.options_of(body, OPTIONS)
-    made = await caller.client.embed(_inputs(body), timeout=caller.timeout, model=name, **options)
+    made = await caller.client.embed(_inputs(body), timeout=caller.remaining(), model=name, **options)
     values = [_base64(one) if form == "base64" else list(one.values) for one in made.embeddings]
     return {
         "object": "list",

@@ -5,8 +5,8 @@ UNAUTHENTICATED                   401
 PERMISSION_DENIED                 403
 NOT_FOUND                         404   code model_not_found
 ALREADY_EXISTS, SUPERSEDED        409
+CANCELLED                         409
 QUOTA_EXCEEDED                    429   with Retry-After
-CANCELLED                         499
 QUEUE_FULL, UNAVAILABLE, ABORTED  503   with Retry-After
 DEADLINE_EXCEEDED                 504
 any other                         500
@@ -32,7 +32,7 @@ _STATUSES = {
     grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.CANCELLED: 409,
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.ABORTED: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from decant.client import Answer, AsyncClient, AsyncStream, Delta, Finished, Prompt, Usage
+from decant.runtime.connections.channel import Deadline
+from decant.runtime.errors import QuotaExceeded
 
 PROMPTS_AT_ONCE = 16
 """Prompts of one call that run at once."""
+RELEASE_S = 2.0
+"""Time for a router to record that a run no longer counts as running, after its answer."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -32,16 +41,28 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Caller:
-    """Client, id and deadline of one call."""
+    """Client, id and deadline of one call.
+
+    A request with a key of its client's outlives the call, so that the call can be repeated.
+    """
 
     client: AsyncClient
     id: str
-    timeout: float | None
+    deadline: Deadline
+    has_key: bool = False
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline. Raises DeadlineExceeded."""
+        self.deadline.check()
+        return self.deadline.remaining()
 
     def options(self, request: GenerationRequest, index: int) -> dict[str, Any]:
         """Options of the run of the prompt `index`."""
-        id = self.id if len(request.prompts) < 2 else f"{self.id}-{index}"
-        own: dict[str, Any] = {"request_id": id, "timeout": self.timeout}
+        # No id or key of a client has a space, so no other call takes the same id.
+        id = self.id if len(request.prompts) < 2 else f"{self.id} {index}"
+        own: dict[str, Any] = {"request_id": id, "timeout": self.remaining()}
+        if self.has_key:
+            own["on_disconnect"] = "detach"
         if request.messages is not None:
             own["messages"] = request.messages
         else:
@@ -49,18 +70,59 @@ class Caller:
         return {**request.options, **own}
 
 
+class _Turns:
+    """Turns of the runs of one call: `PROMPTS_AT_ONCE` at a time, and fewer if its tenant may have fewer.
+
+    A run that the tenant's limit of running requests refuses is tried again when another run of this call has ended.
+    """
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(PROMPTS_AT_ONCE)
+        self._has_ended = asyncio.Condition()
+        self._num_open = 0
+        self._last_end = -math.inf
+
+    async def take(self, run: Callable[[], Awaitable[_T]]) -> _T:
+        async with self._places:
+            while True:
+                self._num_open += 1
+                try:
+                    made = await run()
+                    break
+                except QuotaExceeded as error:
+                    refusal = error
+                finally:
+                    self._num_open -= 1
+                await self._wait_after(refusal)
+        self._last_end = time.monotonic()
+        async with self._has_ended:
+            self._has_ended.notify()
+        return made
+
+    async def _wait_after(self, refusal: QuotaExceeded) -> None:
+        """Wait until the run may be tried again. Raises `refusal` if the end of no run of this call can help."""
+        if refusal.field != "in_flight":
+            raise refusal
+        if time.monotonic() < self._last_end + RELEASE_S:
+            await asyncio.sleep(RELEASE_S / 10)
+        elif self._num_open:
+            async with self._has_ended:
+                await self._has_ended.wait()
+        else:
+            raise refusal
+
+
 async def answers(caller: Caller, request: GenerationRequest) -> list[Answer]:
     """The answer of each prompt. The first error cancels the other runs."""
-    gate = asyncio.Semaphore(PROMPTS_AT_ONCE)
 
     async def answer(index: int) -> Answer:
-        async with gate:
-            return await caller.client.generate(**caller.options(request, index))
+        return await caller.client.generate(**caller.options(request, index))
 
     count = max(1, len(request.prompts))
     if count == 1:
         return [await answer(0)]
-    tasks = [asyncio.create_task(answer(index)) for index in range(count)]
+    turns = _Turns()
+    tasks = [asyncio.create_task(turns.take(partial(answer, index))) for index in range(count)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -84,14 +146,14 @@ async def pieces(caller: Caller, request: GenerationRequest) -> AsyncGenerator[P
             async for piece in only:
                 yield piece
         return
-    gate, waiting = asyncio.Semaphore(PROMPTS_AT_ONCE), asyncio.Queue[Piece](maxsize=1)
+    turns, waiting = _Turns(), asyncio.Queue[Piece](maxsize=1)
 
     async def run(index: int) -> None:
-        async with gate, aclosing(_pieces_of(caller, request, index)) as own:
+        async with aclosing(_pieces_of(caller, request, index)) as own:
             async for piece in own:
                 await waiting.put(piece)
 
-    tasks = [asyncio.create_task(run(index)) for index in range(count)]
+    tasks = [asyncio.create_task(turns.take(partial(run, index))) for index in range(count)]
     reading: asyncio.Task[Piece] | None = None
     running: set[asyncio.Task[Any]] = set(tasks)
     try:

@@ -139,7 +139,7 @@ async def test_each_prompt_of_a_completion_is_a_request(gateway: Gateway, script
     assert texts == dict.fromkeys((0, 1, 2), "abc")
     assert chunks[-1]["usage"]["completion_tokens"] == 9
     ids = [sent.request_id for sent in script.requests[3:]]
-    assert len({id.rpartition("-")[0] for id in ids}) == 1 < len({*ids})
+    assert len({id.rpartition(" ")[0] for id in ids}) == 1 < len({*ids})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -53,7 +53,7 @@ def rest(reply: Reply) -> tuple[Any, ...]:
             (503, "server_error", "no_worker", None),
         ),
         (decant.DeadlineExceeded(), (504, "server_error", "deadline_exceeded", None)),
-        (decant.Cancelled(), (499, "server_error", "cancelled", None)),
+        (decant.Cancelled(), (409, "invalid_request_error", "cancelled", None)),
         (decant.Aborted(decant.Reason.SUPERSEDED, "newer"), (409, "invalid_request_error", "superseded", None)),
         (decant.Internal(), (500, "server_error", "internal", None)),
     ],
@@ -104,7 +104,8 @@ async def test_ids_deadline_and_priority_come_from_headers(gateway: Gateway, scr
     assert 0 < script.time_left < 502, "gRPC rounds it up"
     await call(gateway, COMPLETIONS, {**BODY, "priority": 3}, X_Priority="9", Idempotency_Key="mine")
     assert (script.requests[2].request_id, script.requests[2].priority) == ("mine", 3)
-    for header, value in (("X-Request-Timeout", "soon"), ("X-Priority", "high"), ("X-Request-Id", "a b")):
+    too_long = [("X-Request-Timeout", value) for value in ("1e7", "1e8", "9.2e9", "1e300")]
+    for header, value in (("X-Request-Timeout", "soon"), ("X-Priority", "high"), ("X-Request-Id", "a b"), *too_long):
         reply = await call(gateway, COMPLETIONS, BODY, **{header: value})
         assert rest(reply) == (400, "invalid_request_error", "invalid_value", header)
 
