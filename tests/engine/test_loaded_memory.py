@@ -58,5 +58,5 @@ def test_a_quantized_checkpoint_takes_little_more_than_its_files(
     stored = (folder / "model.safetensors").stat().st_size
     run = fork_server.completed("tests.engine.measure_load", str(folder), "bfloat16", timeout=600)
     measured = json.loads(run.stdout.splitlines()[-1])
-    fixed = 48 << 20  # what does not grow with the model
+    fixed = 64 << 20  # what does not grow with the model
     assert measured["peak"] < 1.15 * stored + fixed, run.stderr
