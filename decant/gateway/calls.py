@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from decant.client import AsyncClient
 from decant.gateway.errors import ApiError, refused
 from decant.gateway.responses import ClientLeft
+from decant.gateway.settings import LONGEST_TIMEOUT_S
 
 REQUEST_ID, IDEMPOTENCY_KEY = "X-Request-Id", "Idempotency-Key"
 TIMEOUT, PRIORITY = "X-Request-Timeout", "X-Priority"
-LONGEST_TIMEOUT_S = 1e6
 BODY_S = 30.0
 """Time for a client to send its body."""
 

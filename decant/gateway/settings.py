@@ -9,6 +9,9 @@ from decant.runtime.grpc_options import PORT
 from decant.runtime.settings import SettingError
 from decant.runtime.telemetry.logs import LogSettings
 
+LONGEST_TIMEOUT_S = 1e6
+"""Of ``--timeout``, and of the header of a request."""
+
 
 class GatewaySettings(LogSettings):
     address: str = Field(
@@ -27,7 +30,10 @@ class GatewaySettings(LogSettings):
     https_certificate: Path | None = Field(default=None, description="PEM chain of this server; turns HTTPS on")
     https_key: Path | None = Field(default=None, description="PEM key of the server's certificate")
     timeout: float | None = Field(
-        default=None, gt=0, description="longest time of a request in seconds, which is its deadline; unset: no limit"
+        default=None,
+        gt=0,
+        le=LONGEST_TIMEOUT_S,
+        description="longest time of a request in seconds, which is its deadline; unset: no limit",
     )
     max_requests: int = Field(default=1024, ge=1, description="maximum requests at once; others are refused")
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024, description="maximum size of a request's body")
