@@ -1,7 +1,7 @@
 """Events of the blocks of one model and tenant, in numbered batches, and its subscribers.
 
-    batches        ... 40 41 42 43 44      kept within ``History``: whoever has 40 gets 41 to 44
-    snapshot             [42 43 44]        whoever has nothing gets all published blocks, in as many parts as needed,
+    batches        ... 40 41 42 43 44      kept within ``History``: a subscriber that has 40 gets 41 to 44
+    snapshot             [42 43 44]        a new subscriber gets all published blocks, in as many parts as needed,
                                            which have the numbers up to the newest batch
 
 The first number is random, so a number from another router, or from before a restart, is not taken for one of here.
