@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from bench import machine, medians
 from bench.options import add_json, positive, write_result
 from decant.bench import model_shapes as shapes
-from decant.engine.cpu.linear import PackedLinear
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.plan import Row, StepPlan
@@ -38,9 +37,8 @@ KV_BYTES = 1 << 30
 
 def add_adapter(device: ModelDevice, rank: int, seed: int) -> str:
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    layers = {name: layer for name, layer in device.model.named_modules() if isinstance(layer, PackedLinear)}
-    for name, layer in layers.items():
-        if name != "lm_head":
+    for name, layer in device.model.named_modules():
+        if name.endswith("_proj"):
             outputs, inner = layer.weight.shape
             prefix = f"base_model.model.{name}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inner, generator=generator).to(torch.bfloat16)

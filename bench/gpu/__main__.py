@@ -28,7 +28,10 @@ from decant.engine.model.backend import CudaKernels
 
 SECONDS = 400.0
 
-PARTS = ("decode", "prompt", "mixed", "idle", "interference", "exact", "queue", "queue-1b", "transformers")
+PARTS = (
+    *("decode", "prompt", "mixed", "idle", "interference", "dependent", "exact", "adapters"),
+    *("queue", "queue-1b", "transformers"),
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skinny-rows", type=int, help="rows up to which own kernels multiply, 0 to 16; 0: torch always"
     )
-    parser.add_argument("--dependent-launch", action="store_true", help="start kernels while those before still run")
+    parser.add_argument("--no-dependent-launch", action="store_true", help="start each kernel after the one before")
     parser.add_argument("--block-size", type=int, help="tokens of a block of KV")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="weights, from random bfloat16 ones")
@@ -79,22 +82,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def choose_products(args: argparse.Namespace, device: torch.device) -> str:
     """Let the engine multiply as the options say, or return what is wrong with them."""
-    rows, is_dependent = args.skinny_rows, args.dependent_launch
-    if rows is None and not is_dependent:
+    rows, is_independent = args.skinny_rows, args.no_dependent_launch
+    if rows is None and not is_independent:
         return ""
     if device.type != "cuda" or args.cuda_kernels != "triton":
-        return "--skinny-rows and --dependent-launch: of Triton kernels on a GPU only"
+        return "--skinny-rows and --no-dependent-launch: of Triton kernels on a GPU only"
     from decant.engine.cuda import dependent_launch, skinny  # they need triton
 
     if rows is not None:
         if not 0 <= rows <= skinny.TILE_ROWS:
             return f"--skinny-rows: 0 to {skinny.TILE_ROWS}, got {rows}"
         skinny.SKINNY_ROWS = rows
-    if is_dependent:
+    if is_independent:
         capability = torch.cuda.get_device_capability(device)
         if capability < dependent_launch.LEAST_CAPABILITY:
-            return f"--dependent-launch: needs compute capability 9.0, got {'.'.join(map(str, capability))}"
-        dependent_launch.ENABLED = True
+            return f"--no-dependent-launch: needs compute capability 9.0, got {'.'.join(map(str, capability))}"
+        dependent_launch.ENABLED = False
     return ""
 
 

@@ -97,15 +97,15 @@ class _Rotation(TritonAttention):
         return call.query
 
 
-def _dependent(make: Make) -> Work:
-    """The work with dependent launches."""
+def _independent(make: Make) -> Work:
+    """The work without dependent launches."""
     work = make()
 
     def run(call: Call) -> None:
-        with mock.patch.object(dependent_launch, "ENABLED", True):
+        with mock.patch.object(dependent_launch, "ENABLED", False):
             call()
 
-    return work._replace(name=f"{work.name}, dependent", calls=[partial(run, call) for call in work.calls])
+    return work._replace(name=f"{work.name}, no dependent launch", calls=[partial(run, call) for call in work.calls])
 
 
 class Kernels:
@@ -230,7 +230,7 @@ class Kernels:
             "down": (hidden, shape.inner, {"is_added": True}),
             "head": (shape.vocabulary, hidden, {}),
         }
-        is_dependent = (
+        has_dependent = (
             self.device.type == "cuda"
             and torch.cuda.get_device_capability(self.device) >= dependent_launch.LEAST_CAPABILITY
         )
@@ -241,8 +241,8 @@ class Kernels:
                 title = f"skinny {name}, {rows} rows, {' x '.join(map(str, variant))}"
                 few = partial(self._few, title, rows, columns, depth, variant, **options)
                 yield few
-                if is_dependent and not at:
-                    yield partial(_dependent, few)
+                if has_dependent and not at:
+                    yield partial(_independent, few)
 
     def _torch_few(
         self, name: str, rows: int, columns: int, depth: int, *, is_gated: bool = False, is_added: bool = False

@@ -5,14 +5,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.gpu import ceilings, continuous_batching, idle, interference, shapes
+from bench.gpu import ceilings, continuous_batching, idle, interference, shapes, variants
 from bench.gpu.serving import decode_steps, make_engine, request, serve
 from bench.gpu.shapes import Decode, Sizes
 from decant.engine.errors import EngineError
@@ -91,7 +91,9 @@ class Bench:
             "mixed": self.mixed,
             "idle": self.idle,
             "interference": self.interference,
+            "dependent": self.dependent,
             "exact": self.exact,
+            "adapters": self.adapters,
             "queue": lambda: self.queue(self.sizes.small_models[0]),
             "queue-1b": lambda: self.queue(self.sizes.small_models[1]),
             "transformers": self.transformers,
@@ -109,12 +111,13 @@ class Bench:
         self._served = None
         free_memory(self.device)
 
-    def _make(self, name: str, *, exact: bool = False) -> ModelDevice:
+    def _make(self, name: str, *, exact: bool = False, adapters: bool = False) -> ModelDevice:
         model = shapes.make_model(name, self.sizes.context_length, self.device)
         self._products = shapes.products(model)
         kv_bytes = shapes.kv_bytes(model, self._kv_tokens())
         began = time.perf_counter()
-        device = shapes.make_served(model, name, self.how, exact=exact, kv_bytes=kv_bytes)
+        how = replace(self.how, adapters=adapters)
+        device = shapes.make_served(model, name, how, exact=exact, kv_bytes=kv_bytes)
         self._weights = shapes.weight_bytes(model)
         self.loads.append(shapes.describe(device, name) | {"load_s": round(time.perf_counter() - began, 1)})
         print(f"loaded: {self.loads[-1]}", file=sys.stderr, flush=True)
@@ -235,6 +238,25 @@ class Bench:
         exact = median(took for took, _ in decode_steps(device, one.sequences, one.context, self.sizes.steps))
         detail = {"exact_ms": exact * 1e3, "step_ms": plain * 1e3, "equal_bits": device.equal_bits}
         yield Row(f"exact, {one.sequences} sequences", exact / plain, "of the step", 1.25, is_most=True, detail=detail)
+
+    def dependent(self) -> Iterator[Row]:
+        name = "requests whose tokens dependent launches change"
+        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
+            yield Row(name, None, "requests", 0.0, is_most=True, why="needs a GPU of compute capability 9.0")
+            return
+        for requests in self.sizes.dependent:
+            found = variants.compare_dependent_launches(self.served, requests, 600, self.sizes.outputs)
+            title = f"{name}, of {requests} with {self.sizes.outputs} outputs"
+            yield Row(title, found.changed, "requests", 0.0, is_most=True, detail=asdict(found))
+
+    def adapters(self) -> Iterator[Row]:
+        self._release()
+        one, counts = self.sizes.decodes[1], self.sizes.adapters
+        device = self._make(self.sizes.model, adapters=True)
+        times = variants.adapter_steps(device, one.sequences, one.context, counts, self.sizes.steps)
+        detail = {f"step_{count}_ms": each for count, each in zip(counts, times, strict=True)}
+        name = f"one adapter, {one.sequences} sequences, {one.context:,} tokens"
+        yield Row(name, times[1] / times[0], "of the step", 1.15, is_most=True, detail=detail)
 
     # -- the small models ---------------------------------------------------------------------------------------
 

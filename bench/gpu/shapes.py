@@ -80,6 +80,8 @@ class Sizes:
     answers: int = 32
     long_prompts: tuple[int, int] = (8, 8000)  # how many, tokens of each
     chunk: int = 256  # tokens of the prompts in a step beside the answers
+    dependent: tuple[int, ...] = (1, 12, 64)  # requests at once
+    adapters: tuple[int, ...] = (0, 1, 8)
     copied_bytes: int = 4 << 30
     product: int = 8192
 
@@ -102,6 +104,7 @@ TINY = Sizes(
     answers=2,
     long_prompts=(1, 64),
     chunk=16,
+    adapters=(0, 1, 2),
     copied_bytes=1 << 20,
     product=64,
 )
@@ -137,6 +140,7 @@ class Served:
     block_size: int | None = None
     kv_dtype: KvDtype = "auto"
     quantize: Quantization | None = None
+    adapters: bool = False
 
 
 def make_served(

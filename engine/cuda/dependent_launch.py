@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-ENABLED = False
-"""Off until the tokens of a whole model with and without it are compared on a GPU; it saves 1 to 2 % of a step."""
+ENABLED = True
+"""Off only to measure or test what launches without it do."""
 
 LEAST_CAPABILITY = (9, 0)
 

@@ -44,9 +44,9 @@ def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert result["product_tflop_s"] > 0
     rows = {row["name"]: row for row in result["rows"]}
     unmeasured = {name for name, row in rows.items() if row["value"] is None}
-    assert all(name.startswith(("device idle", "transformers")) for name in unmeasured), rows
-    assert len(result["rows"]) == 15
-    assert [load["model"] for load in result["loads"]] == ["tiny"] * 4
+    assert all(name.startswith(("device idle", "requests whose", "transformers")) for name in unmeasured), rows
+    assert len(result["rows"]) == 17
+    assert [load["model"] for load in result["loads"]] == ["tiny"] * 5
     assert all(load["backend"] and load["fused_layers"] for load in result["loads"])
     assert all(row["value"] is None or row["value"] > 0 for row in rows.values())
 
@@ -58,7 +58,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, int, b
     from decant.engine.cuda import dependent_launch, skinny
 
     monkeypatch.setattr(skinny, "SKINNY_ROWS", 16)
-    monkeypatch.setattr(dependent_launch, "ENABLED", False)
+    monkeypatch.setattr(dependent_launch, "ENABLED", True)
 
     def choose(*options: str, device: str = "cuda", capability: tuple[int, int] = (9, 0)) -> tuple[str, int, bool]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -69,9 +69,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, int, b
 
 
 def test_options_choose_how_the_engine_multiplies_few_rows(products: Callable[..., tuple[str, int, bool]]) -> None:
-    assert products() == ("", 16, False)
-    assert products("--skinny-rows", "0") == ("", 0, False)
-    assert products("--skinny-rows", "4", "--dependent-launch") == ("", 4, True)
+    assert products() == ("", 16, True)
+    assert products("--skinny-rows", "0") == ("", 0, True)
+    assert products("--skinny-rows", "4", "--no-dependent-launch") == ("", 4, False)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_options_choose_how_the_engine_multiplies_few_rows(products: Callable[..
         (["--skinny-rows", "17"], {}, "--skinny-rows: 0 to 16, got 17"),
         (["--skinny-rows", "-1"], {}, "--skinny-rows: 0 to 16, got -1"),
         (["--skinny-rows", "0"], {"device": "cpu"}, "on a GPU only"),
-        (["--dependent-launch", "--cuda-kernels", "none"], {}, "of Triton kernels"),
-        (["--dependent-launch"], {"capability": (8, 9)}, "needs compute capability 9.0, got 8.9"),
+        (["--no-dependent-launch", "--cuda-kernels", "none"], {}, "of Triton kernels"),
+        (["--no-dependent-launch"], {"capability": (8, 9)}, "needs compute capability 9.0, got 8.9"),
     ],
 )
 def test_options_that_would_change_nothing_are_refused(
@@ -89,7 +89,7 @@ def test_options_that_would_change_nothing_are_refused(
 ) -> None:
     actual, rows, is_dependent = products(*options, **changes)
     assert problem in actual
-    assert (rows, is_dependent) == (16, False)
+    assert (rows, is_dependent) == (16, True)
 
 
 class Parts:

@@ -113,15 +113,15 @@ async def test_answers_survive_the_loss_of_a_decode_worker_and_nothing_is_left(
 ) -> None:
     async with deployment(server, store, p="prefill", d="decode", e="decode") as harness:
         prompts = range(20, 28)
-        quiet = await asyncio.gather(*[harness.answer(prompt, 40) for prompt in prompts])
+        quiet = await asyncio.gather(*[harness.answer(prompt, 400) for prompt in prompts])
         for ids, receipt in quiet:
-            assert {len(each) for each in ids} == {40}
+            assert {len(each) for each in ids} == {400}
             assert receipt.prefill_worker == "p"
             assert receipt.decode_worker in "de"
             assert receipt.attempts == 1
         await harness.until_clean("p", "d", "e")
         some = harness.received + 8 * 10
-        again = [asyncio.ensure_future(harness.answer(prompt, 40)) for prompt in prompts]
+        again = [asyncio.ensure_future(harness.answer(prompt, 400)) for prompt in prompts]
         await until(lambda: harness.received >= some)
         harness.workers["d"].send_signal(signal.SIGKILL)
         answers = await asyncio.gather(*again)
@@ -174,16 +174,16 @@ async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
     server: PrivateRedis, store: Store
 ) -> None:
     async with deployment(server, store, p="prefill", d="decode") as harness:
-        quiet = await asyncio.gather(*[harness.answer(prompt, 40) for prompt in range(100, 104)])
+        quiet = await asyncio.gather(*[harness.answer(prompt, 400) for prompt in range(100, 104)])
         assert {receipt.decode_worker for _, receipt in quiet} == {"d"}
         some = harness.received + 4 * 10
-        again = [asyncio.ensure_future(harness.answer(prompt, 40)) for prompt in range(100, 104)]
+        again = [asyncio.ensure_future(harness.answer(prompt, 400)) for prompt in range(100, 104)]
         await until(lambda: harness.received >= some)
         harness.workers["d"].send_signal(signal.SIGKILL)
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
         assert any(receipt.attempts == 2 for _, receipt in answers)
-        ids, receipt = await harness.answer(100, 40)
+        ids, receipt = await harness.answer(100, 400)
         assert ids == quiet[0][0]
         assert (receipt.prefill_worker, receipt.decode_worker, receipt.handoff_bytes) == ("", "p", 0)
         await harness.until_clean("p")
