@@ -32,8 +32,8 @@ _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 _Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Codes [out, in], scales and zero points [groups, out]; int8 has no zero points."""
 
-_PIECE = 1 << 16
-"""Numbers that are quantized at once, which stay in a core's cache."""
+_PIECE, _PIECE_ON_DEVICE = 1 << 16, 1 << 24
+"""Numbers that are quantized at once: those that stay in a core's cache; on a GPU, so many that it is busy with them."""
 
 _SMALLEST_HALF = 2.0**-14
 """Of float16 with all of its bits."""
@@ -93,7 +93,8 @@ def quantized(name: str, weight: torch.Tensor, to: Quantization, each: Map = map
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{name} has numbers that are not finite")
     encode = _int8 if to == "int8" else _int4
-    parts = list(each(encode, weight.split(max(1, _PIECE // inner))))
+    piece = _PIECE if weight.device.type == "cpu" else _PIECE_ON_DEVICE
+    parts = list(each(encode, weight.split(max(1, piece // inner))))
     codes, scales, zeros = (torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True))
     if to == "int8":
         read, kind = partial(Codes, CodeKind.INT8, codes, scales, inner), CodeKind.INT8

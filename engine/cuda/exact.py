@@ -19,8 +19,7 @@ TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
 SPLIT = 2048
 """Inputs of a range of the sum. A row's bits depend on it."""
 
-WARPS, STAGES, STAGES_FLOAT32 = 4, 4, 2
-"""A program with 4 stages of float32 would need more shared memory than an H100 has."""
+WARPS, STAGES = 4, 4
 
 PROGRAMS = 4
 """Programs for each processor, more than its registers hold."""
@@ -59,7 +58,7 @@ class ExactLinear:
             TILE_DEPTH=TILE_DEPTH,
             SPLIT=SPLIT,
             num_warps=WARPS,
-            num_stages=STAGES_FLOAT32 if rows.dtype == torch.float32 else STAGES,
+            num_stages=STAGES,
         )
         if splits > 1:
             kernels.add_splits[(-(-out.numel() // ADD_TILE),)](
