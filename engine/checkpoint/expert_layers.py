@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,16 +49,17 @@ class CodedExperts:
 class ExpertLayers(nn.Module):
     """transformers' experts (``use_experts_implementation``), of whose weights linear layers are made.
 
-    A token's experts are added in the router's order. The original module loses its weights.
+    A token's experts are added in the router's order. The original module, ``experts``, loses its weights.
     """
 
     def __init__(self, experts: Any, up: nn.ModuleList, down: nn.ModuleList) -> None:
         super().__init__()
-        self._gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
-        self._post = experts.post_expert_norm if experts.has_post_expert_norm else nn.Identity()
-        self._up, self._down = up, down
+        self.gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+        self.post = experts.post_expert_norm if experts.has_post_expert_norm else nn.Identity()
+        self.up, self.down = up, down
         for name in (first_of(experts), DOWN):
             delattr(experts, name)
+        self._original = (experts,)  # in a tuple it is no part of the model
 
     def forward(self, states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         count, top_k = top_k_index.shape
@@ -67,13 +68,26 @@ class ExpertLayers(nn.Module):
         chosen = top_k_index.flatten()
         for expert in torch.unique(chosen).tolist():
             indices = (chosen == expert).nonzero().flatten()
-            inner = self._gate(self._up[expert](hidden[indices // top_k]))
-            outputs[indices] = self._post(self._down[expert](inner))
+            inner = self.gate(self.up[expert](hidden[indices // top_k]))
+            outputs[indices] = self.post(self.down[expert](inner))
         weighted = (outputs * top_k_weights.reshape(-1, 1)).unflatten(0, (count, top_k))
         total: torch.Tensor = weighted[:, 0]
         for rank in range(1, top_k):
             total = total + weighted[:, rank]
         return total.to(hidden.dtype).view(states.shape)
+
+    def dequantized(self, device: torch.device) -> nn.Module:
+        """Return transformers' module with the weights of the ``CodedLinear`` that this one has."""
+        (experts,) = self._original
+        for tensor, layers in ((first_of(experts), self.up), (DOWN, self.down)):
+            matrices = [
+                torch.cat([part.source[:].to(device, part.dtype) for part in parts_of(layer)]) for layer in layers
+            ]
+            stacked = torch.stack(matrices)
+            weight = stacked.transpose(1, 2).contiguous() if experts.is_transposed else stacked
+            setattr(experts, tensor, nn.Parameter(weight, requires_grad=False))
+        restored: nn.Module = experts.to(device)
+        return restored
 
 
 class JoinedLinear(nn.Module):
@@ -85,6 +99,13 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
+
+
+def parts_of(layer: nn.Module) -> Sequence[CodedLinear]:
+    """Return the quantized layers whose outputs an expert's layer has."""
+    parts = list(layer.parts) if isinstance(layer, JoinedLinear) else [layer]
+    assert all(isinstance(part, CodedLinear) for part in parts)
+    return cast(Sequence[CodedLinear], parts)
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
@@ -154,6 +175,7 @@ def replace_experts(model: nn.Module, found: Mapping[str, CodedExperts], dtype: 
         module: Any = model.get_submodule(name)
         layers = {tensor: _layers(module, tensor, coded, dtype) for tensor in (first_of(module), DOWN)}
         arguments, expected = _first_two(module, coded, dtype)
+        module.num_experts = len(coded.up)
         made = ExpertLayers(module, *layers.values())
         check_equal(module, made(*arguments), expected)
         parent, _, child = name.rpartition(".")

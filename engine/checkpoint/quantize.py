@@ -33,7 +33,7 @@ _Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Codes [out, in], scales and zero points [groups, out]; int8 has no zero points."""
 
 _PIECE, _PIECE_ON_DEVICE = 1 << 16, 1 << 24
-"""Numbers that are quantized at once: those that stay in a core's cache; on a GPU, so many that it is busy with them."""
+"""Numbers that are quantized at once: those that stay in a core's cache; on a GPU, as many as keep it busy."""
 
 _SMALLEST_HALF = 2.0**-14
 """Of float16 with all of its bits."""

@@ -15,9 +15,11 @@ from triton.errors import TritonError
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.adapters import CudaAdapters, linear_layers, try_changes
 from decant.engine.cuda.attention import TILE, TritonAttention
-from decant.engine.cuda.coded_product import CodedProduct, replace_coded
+from decant.engine.cuda.coded_product import CodedProduct
+from decant.engine.cuda.coded_weights import replace_coded
 from decant.engine.cuda.exact import make_exact
 from decant.engine.cuda.graph_sizes import GraphLimits, mixed_tokens
+from decant.engine.cuda.grouped_experts import GroupedExperts
 from decant.engine.cuda.kv_store import CudaKvStore
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
@@ -79,7 +81,7 @@ class CudaBackend(TorchBackend):
     With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
     """
 
-    keeps_codes = True
+    keeps_codes = keeps_experts = True
     block_size = TILE  # the keys of a tile are in one block
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
@@ -119,7 +121,7 @@ class CudaBackend(TorchBackend):
     def _replace_coded(self, model: torch.nn.Module, dtype: torch.dtype) -> str | None:
         tried = partial(_tried, CODED)
         reason = replace_coded(model, dtype, self.device, tried, is_exact=bool(self.exact))
-        self._has_codes = any(isinstance(module, CodedProduct) for module in model.modules())
+        self._has_codes = any(isinstance(module, CodedProduct | GroupedExperts) for module in model.modules())
         return reason
 
     def _note(self, part: str, reason: str | None) -> None:

@@ -54,27 +54,16 @@ def add_tile(
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
-def multiply_codes(
-    x, codes, scales, zeros, mins, bias, out, rows, columns, depth, x_row, codes_row, group, group_row,
-    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+@triton.jit
+def tile_product(
+    x, starts, scales, zeros, mins, row, is_row, x_row, depth, group, group_row,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr, WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns] = x [rows, depth] @ weight^T + bias. Grid: (tiles of rows times tiles of columns,).
+    """Products [TILE_COLUMNS, TILE_ROWS] of weights and rows, in float32. Sizes: see ``multiply_codes``.
 
-    codes                [columns, codes_row] bytes, whole tiles of inputs
-    scales, zeros, mins  [groups, columns], with ``group_row`` from one to the next; a group is whole tiles of inputs
-    KIND                 of the codes; ZEROS: the zero point is in ``zeros``, else 8 for int4 and 0 for others, and for
-                         int4 with minima
-    WHOLE                all inputs are one group without minima
+    ``starts`` [TILE_COLUMNS, TILE_DEPTH] are pointers to the first codes of the columns, others to what they have.
     """
-    row_tiles = tl.cdiv(rows, TILE_ROWS)
-    row = tl.program_id(0) % row_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.program_id(0) // row_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_row, is_column = row < rows, column < columns
-    existing = tl.minimum(column, columns - 1)
-    starts = codes + existing.to(tl.int64)[:, None] * codes_row + tl.arange(0, TILE_DEPTH)[None, :]
-    scales, zeros, mins = scales + existing, zeros + existing, mins + existing
     total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
     if KIND == INT4:
         for start in range(0, depth, 2 * TILE_DEPTH):
@@ -100,6 +89,33 @@ def multiply_codes(
             )  # fmt: skip
     if WHOLE:
         total *= tl.load(scales).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_codes(
+    x, codes, scales, zeros, mins, bias, out, rows, columns, depth, x_row, codes_row, group, group_row,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, MINS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out [rows, columns] = x [rows, depth] @ weight^T + bias. Grid: (tiles of rows times tiles of columns,).
+
+    codes                [columns, codes_row] bytes, whole tiles of inputs
+    scales, zeros, mins  [groups, columns], with ``group_row`` from one to the next; a group is whole tiles of inputs
+    KIND                 of the codes; ZEROS: the zero point is in ``zeros``, else 8 for int4 and 0 for others, and for
+                         int4 with minima
+    WHOLE                all inputs are one group without minima
+    """
+    row_tiles = tl.cdiv(rows, TILE_ROWS)
+    row = tl.program_id(0) % row_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(0) // row_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_row, is_column = row < rows, column < columns
+    existing = tl.minimum(column, columns - 1)
+    starts = codes + existing.to(tl.int64)[:, None] * codes_row + tl.arange(0, TILE_DEPTH)[None, :]
+    total = tile_product(
+        x, starts, scales + existing, zeros + existing, mins + existing, row, is_row, x_row, depth, group, group_row,
+        KIND, ZEROS, MINS, WHOLE, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH,
+    )  # fmt: skip
     if BIAS:
         total += tl.load(bias + existing).to(tl.float32)[:, None]
     at = row[None, :].to(tl.int64) * columns + column[:, None]

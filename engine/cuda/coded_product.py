@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from decant.engine.checkpoint.coded_linear import CodedLinear
 from decant.engine.checkpoint.weight import CodeKind, Codes
 from decant.engine.cuda import coded_kernels as kernels
 
@@ -56,11 +54,6 @@ DEQUANTIZE = RowShape(8, 256, 4, 1)
 
 EXACT = TileShape(64, 32, 4, 3)
 """Of any number of rows: one compiled kernel, so that a row's bits are those of no other."""
-
-TRIAL_ROWS, TRIAL_COLUMNS = 3, 64
-
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Largest difference in a trial, relative to the norm of torch's result, whose weights have the rows' dtype."""
 
 _KINDS = {CodeKind.INT8: kernels.INT8, CodeKind.INT4: kernels.INT4, CodeKind.FP8: kernels.FP8}
 
@@ -131,6 +124,10 @@ class CodedProduct(nn.Module):
             copied = None if part is None else part.detach().to(device, copy=True).contiguous()
             self.register_buffer(name, copied)
 
+    @property
+    def kernel(self) -> tuple[object, ...]:
+        return self.layout.kernel
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.dtype:
             return self.forward(x.to(self.dtype)).to(x.dtype)
@@ -161,7 +158,8 @@ class CodedProduct(nn.Module):
         return self.codes[first:stop], scales, *others
 
     @property
-    def _has(self) -> dict[str, Any]:
+    def kernel_options(self) -> dict[str, Any]:
+        """Constants of each kernel that reads the codes."""
         return {
             "KIND": _KINDS[self.layout.kind].value,
             "ZEROS": self.zeros is not None,
@@ -175,7 +173,7 @@ class CodedProduct(nn.Module):
             *(rows, *self._parts(), self.scales if self.bias is None else self.bias, out),
             *(count, columns, self.in_features, rows.stride(0)),
             *(self.codes.stride(0), self.layout.group, self.scales.stride(0)),
-            **self._has,
+            **self.kernel_options,
             BIAS=self.bias is not None,
             WHOLE=len(self.scales) == 1 and self.mins is None,
             TILE_ROWS=shape.rows,
@@ -190,7 +188,7 @@ class CodedProduct(nn.Module):
         kernels.multiply_row_codes[(-(-self.out_features // shape.columns),)](
             *(rows, *self._parts(), self.scales if self.bias is None else self.bias, out),
             *(self.out_features, self.in_features, self.codes.stride(0), self.layout.group, self.scales.stride(0)),
-            **self._has,
+            **self.kernel_options,
             BIAS=self.bias is not None,
             WHOLE=len(self.scales) == 1 and not has_offset,
             TILE_COLUMNS=shape.columns,
@@ -217,7 +215,7 @@ class CodedProduct(nn.Module):
         grid = -(-len(weight) // DEQUANTIZE.columns), -(-row_bytes // (tiles * self.layout.tile_depth))
         kernels.dequantize[grid](
             *(*self._parts(first, stop), weight, *weight.shape, row_bytes, self.layout.group, self.scales.stride(0)),
-            **self._has,
+            **self.kernel_options,
             TILE_COLUMNS=DEQUANTIZE.columns,
             TILES=tiles,
             num_warps=DEQUANTIZE.num_warps,
@@ -256,74 +254,3 @@ def merge_products(products: Sequence[CodedProduct]) -> CodedProduct:
         for product, part in zip(products, together.split(columns, dim), strict=True):
             setattr(product, name, part)
     return merged
-
-
-TryOne = Callable[[Callable[[], str | None]], str | None]
-"""Runs a trial that returns or raises why it failed, and returns that."""
-
-
-@torch.inference_mode()
-def replace_coded(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, tried: TryOne, *, is_exact: bool
-) -> str | None:
-    """Give a model products for its quantized weights; a weight whose groups the kernel does not take is dequantized.
-
-    ``tried`` runs a trial of each kind of weight. If one fails, all are dequantized, and the reason is returned.
-    """
-    places = [(name, module) for name, module in model.named_modules() if isinstance(module, CodedLinear)]
-    seen = set[object]()
-    for name, module in places:
-        codes = module.source.codes()
-        if not tile_depth(codes.shape[1], codes.group):
-            _put(model, name, _widened(module, device))
-            continue
-        product = CodedProduct(codes, module.bias, dtype, device, is_exact=is_exact)
-        kernel, first = product.layout.kernel, _first_outputs(codes)
-        if kernel not in seen and first is not None:
-            if reason := tried(partial(try_product, product, codes, first)):
-                for each, coded in places:
-                    _put(model, each, _widened(coded, device))
-                return reason
-            seen.add(kernel)
-        _put(model, name, product)
-    return None
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
-def _widened(module: CodedLinear, device: torch.device) -> nn.Linear:
-    outputs, inner = module.source.shape
-    linear = nn.Linear(inner, outputs, bias=module.bias is not None, device="meta")
-    parts = {"weight": module.source[:].to(device, module.dtype), "bias": module.bias}
-    for name, part in parts.items():
-        setattr(linear, name, None if part is None else nn.Parameter(part, requires_grad=False))
-    return linear
-
-
-def _first_outputs(codes: Codes) -> int | None:
-    """First of TRIAL_COLUMNS outputs whose weights are not all zero; None: there are none to compare."""
-    for first in range(0, codes.shape[0], TRIAL_COLUMNS):
-        if codes.dequantize(torch.float32, first, first + TRIAL_COLUMNS).any():
-            return first
-    return None
-
-
-def try_product(product: CodedProduct, codes: Codes, first: int = 0) -> str | None:
-    """Compare outputs of one row, of few and of many with those of torch, and weights as dequantized."""
-    device, dtype, stop = product.codes.device, product.dtype, min(first + TRIAL_COLUMNS, product.out_features)
-    chosen = slice(first, stop)
-    rows = torch.randn(TRIAL_ROWS, product.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    weight = codes.dequantize(dtype, first, stop).to(device)
-    expected = nn.functional.linear(rows, weight, None if product.bias is None else product.bias[chosen]).float()
-    many = rows.repeat(-(-(FEW.rows + 1) // TRIAL_ROWS), 1)
-    found = [(product(each)[:TRIAL_ROWS, chosen], expected[: len(each)]) for each in (rows[:1], rows, many)]
-    if not product.is_exact:
-        found.append((product.dequantized(first, stop), weight))
-    for actual, right in found:
-        difference = float((actual.float() - right.float()).norm() / right.float().norm())
-        if not difference < TOLERANCE[dtype]:
-            return f"{product.layout.kind.name.lower()} weights differ from torch's by {difference:.2g}"
-    return None

@@ -173,7 +173,7 @@ def test_mxfp4_experts_stay_quantized_and_are_exact(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert coded_layers(found) == 2 * 2 * 4
     for layer, module in enumerate(found.model.layers):
-        for tensor, layers in (("gate_up_proj", module.mlp.experts._up), ("down_proj", module.mlp.experts._down)):
+        for tensor, layers in (("gate_up_proj", module.mlp.experts.up), ("down_proj", module.mlp.experts.down)):
             expected = model[f"model.layers.{layer}.mlp.experts.{tensor}"]
             for expert, each in enumerate(layers):
                 assert torch.equal(each.source[:].T, expected[expert].float())

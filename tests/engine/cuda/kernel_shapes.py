@@ -14,6 +14,7 @@ from decant.engine.cuda import (
     dependent_launch,
     exact,
     fused_layer,
+    grouped_experts,
     sampler,
     skinny,
 )
@@ -144,6 +145,39 @@ def coded_product_shapes() -> dict[str, Kernel]:
     return kernels | coded_row_shapes()
 
 
+def expert_shapes() -> dict[str, Kernel]:
+    """Experts of Qwen3-30B-A3B's shape, 8 of them for each token."""
+    int8, int4 = (kind.value for kind in (coded_kernels.INT8, coded_kernels.INT4))
+    constants = {"MINS": False, "BIAS": True, "TOP_K": 8, "TILE_DEPTH": coded_product.DEEPEST}
+    kernels: dict[str, Kernel] = {
+        "place_pairs": (
+            "expert_kernels.place_pairs",
+            "*i64 *i32 *i32 i32",
+            {"TILE": grouped_experts.PLACE_TILE},
+            USUAL,
+        ),
+        "add_experts": (
+            "expert_kernels.add_experts",
+            "*bf16 *bf16 *bf16 i32",
+            {"TOP_K": 8, "TILE": grouped_experts.ADD_TILE},
+            USUAL,
+        ),
+    }
+    for name, code, scale, shape, changes in (
+        ("int4", "*u8", "*fp16", grouped_experts.MANY, {"KIND": int4, "ZEROS": True, "WHOLE": False}),
+        ("int4 of few rows", "*u8", "*fp16", coded_product.FEW, {"KIND": int4, "ZEROS": True, "WHOLE": False}),
+        ("int4 exact", "*u8", "*fp16", grouped_experts.EXACT, {"KIND": int4, "ZEROS": True, "WHOLE": False}),
+        ("int8 exact", "*i8", "*fp32", grouped_experts.EXACT, {"KIND": int8, "ZEROS": False, "WHOLE": True}),
+    ):
+        tiles = {"TILE_ROWS": shape.rows, "TILE_COLUMNS": shape.columns}
+        zeros = "*u8" if changes["ZEROS"] else scale
+        types = f"*bf16 {code} {scale} {zeros} {scale} *bf16 *bf16 *i32 *i32{' i32' * 6}"
+        options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+        place = "expert_kernels.multiply_expert_codes"
+        kernels[f"multiply_expert_codes {name}"] = place, types, constants | tiles | changes, options
+    return kernels
+
+
 def coded_row_shapes() -> dict[str, Kernel]:
     int8, int4, fp8 = (kind.value for kind in (coded_kernels.INT8, coded_kernels.INT4, coded_kernels.FP8))
     row, row_int4, weights = coded_product.ROW, coded_product.ROW_INT4, coded_product.DEQUANTIZE
@@ -238,7 +272,8 @@ def attention_shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
 
 def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
     """Return kernels in shapes of Llama-3.1-8B, then with other heads."""
-    kernels = layer_shapes() | product_shapes() | coded_product_shapes() | adapter_shapes() | sampler_shapes()
+    kernels = layer_shapes() | product_shapes() | coded_product_shapes() | expert_shapes()
+    kernels |= adapter_shapes() | sampler_shapes()
     if capability >= dependent_launch.LEAST_CAPABILITY:
         for name in ("add_rms_norm", "multiply_row", "multiply_rows"):
             place, types, constants, options = kernels[name]

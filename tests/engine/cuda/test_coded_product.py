@@ -19,7 +19,8 @@ from decant.engine.checkpoint.quantize import quantize
 from decant.engine.checkpoint.weight import CodeKind, Codes, Weight
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import coded_product
-from decant.engine.cuda.coded_product import CodedProduct, TileShape, merge_products, replace_coded, tile_depth
+from decant.engine.cuda.coded_product import CodedProduct, TileShape, merge_products, tile_depth
+from decant.engine.cuda.coded_weights import replace_coded
 from decant.engine.cuda.fused_layer import TritonLayer
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice

@@ -44,6 +44,7 @@ DIFFERENT_IN_EVERY_STEP = {
     "add_splits": {"count", "splits"},
     "multiply_rows": {"rows"},
     "multiply_codes": {"rows"},
+    "place_pairs": {"pairs"},
     "shrink": {"columns", "tiles", "rank_tiles", "splits"},
     "expand": {"columns", "tiles", "rank_tiles", "splits"},
     "rotate_and_write": {"slots"},
@@ -82,10 +83,10 @@ def test_kernels_compile_for_gpus_without_spills_and_fit_into_their_shared_memor
         assert kernels[most]["shared"] <= SHARED_BYTES[capability], (capability, most)
         for name, registers in REGISTERS.get(capability, {}).items():
             assert kernels[name]["registers"] <= registers, (capability, name)
-        products = ("attend", "linear", "multiply_codes", "shrink", "expand")
+        products = ("attend", "linear", "multiply_codes", "multiply_expert_codes", "shrink", "expand")
         without = {name for name, fact in kernels.items() if name.startswith(products) and not fact["products"]}
         assert without == {"attend chunks in float32"}, "the others run on tensor cores"
-        pipelined = PIPELINED | {name for name in kernels if name.startswith("multiply_codes")}
+        pipelined = PIPELINED | {name for name in kernels if "_codes " in name and not name.startswith("multiply_row")}
         assert {name for name in pipelined if kernels[name]["copies"] < 2} == set(), capability
         waits = {name: fact["before_wait"] for name, fact in kernels.items() if fact["before_wait"] is not None}
         assert waits.keys() == {name for name in kernels if name.endswith(" dependent")}
