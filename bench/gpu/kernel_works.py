@@ -45,6 +45,7 @@ class Shape:
     counts: tuple[int, ...] = (1, 64, 256, 3500)
     few: tuple[int, ...] = (1, 4, 16)
     coded: tuple[int, ...] = (1, 4, 16, 64, 128, 256, 3500)
+    experts: tuple[int, int, int, int] = (128, 8, 2048, 768)  # of Qwen3-30B-A3B: how many, of a token, hidden, inner
     copied_bytes: int = 2 << 30
     product: int = 8192
     cached_bytes: int = 300 << 20  # more than the L2 cache holds
@@ -54,7 +55,7 @@ class Shape:
         return self.heads * self.width
 
 
-TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (2, 20)), 20, (1, 2), (1, 2), (1, 2), 1 << 16, 32, 1)
+TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (2, 20)), 20, (1, 2), (1, 2), (1, 2), (4, 2, 32, 16), 1 << 16, 32, 1)
 
 
 class Work(NamedTuple):

@@ -19,13 +19,14 @@ import torch
 
 from bench.gpu import ceilings
 from bench.gpu.coded_works import coded
+from bench.gpu.expert_works import experts
 from bench.gpu.kernel_works import TINY, Kernels, Make, Shape
 from bench.gpu.rows import FAILURES, free_memory
 from bench.gpu.timing import microseconds
 from bench.options import add_json, write_result
 from decant.engine.library_errors import triton_errors
 
-SECTIONS = ("decode", "chunk", "skinny", "products", "elementwise", "draw", "coded")
+SECTIONS = ("decode", "chunk", "skinny", "products", "elementwise", "draw", "coded", "experts")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Report:
         self._add(Timed("product", None, tflop_s=self._rate / 1e12, share=1.0))
 
     def run(self, sections: Sequence[str]) -> None:
-        works = self._kernels.sections() | {"coded": partial(coded, self._kernels)}
+        works = self._kernels.sections() | {each.__name__: partial(each, self._kernels) for each in (coded, experts)}
         for section in sections:
             for make in works[section]():
                 if time.monotonic() > self._ends:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("triton")
@@ -72,12 +70,17 @@ def pairs_of(chosen: Sequence[int]) -> Pairs:
     return place(torch.tensor(chosen, dtype=torch.int64, device=DEVICE), EXPERTS)
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, EXPERTS - 1), max_size=40), st.sampled_from([4, 16, 64]))
-def test_pairs_are_placed_by_expert_and_in_their_order(chosen: list[int], tile: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_experts, "PLACE_TILE", tile)
-        found = pairs_of(chosen)
+@pytest.mark.parametrize("tile", [4, 16, 64])
+@pytest.mark.parametrize("count", [0, 1, 3, 16, 17, 40])
+def test_pairs_are_placed_by_expert_and_in_their_order(count: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_experts, "PLACE_TILE", tile)
+    for seed in range(3):
+        most = 1 + seed * (EXPERTS - 1) // 2  # with seed 0 all pairs are of one expert
+        chosen = torch.randint(most, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+        _check_places(chosen, pairs_of(chosen))
+
+
+def _check_places(chosen: list[int], found: Pairs) -> None:
     by_expert = [[pair for pair, each in enumerate(chosen) if each == expert] for expert in range(EXPERTS)]
     assert found.places.tolist() == [pair for each in by_expert for pair in each]
     assert found.starts.tolist() == [sum(map(len, by_expert[:expert])) for expert in range(EXPERTS + 1)]
