@@ -9,6 +9,7 @@
 # make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside, GUIDES=2000 hostile guides
 # make image      the container images with buildah; deploy/build_image.sh has the variables
 # make image-demo  the built images as Redis, router, prefill and decode worker, by podman or BY=chroot: one answer
+# make combinations  every combination of deploy/components rendered and checked, half an hour; the suite has each pair
 # make prometheus Prometheus of Debian in build/prometheus, for the tests of alerts and dashboard; not installed
 # make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
 # make audit      known vulnerabilities of requirements.lock, and what was not audited (needs the records of pypi.org itself)
@@ -42,7 +43,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz image image-demo prometheus sbom audit demo lock format clean
+.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz image image-demo combinations prometheus sbom audit demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -115,6 +116,9 @@ sanitize: setup
 	DECANT_SANITIZED=$(SANITIZED) OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	    LD_PRELOAD="$(foreach name,$(PRELOADED),$$(gcc -print-file-name=$(name)))" \
 	    $(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -q $(KERNEL_TESTS)
+
+combinations: setup
+	$(BIN)/python -m tests.deploy.every_combination
 
 INPUTS ?= 100000
 GUIDES ?= 2000

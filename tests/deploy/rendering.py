@@ -59,6 +59,8 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
 }
 """Of each line, a deployment has one component, or none, in this order."""
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 needs_kustomize = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="renders manifests with kubectl, which is not on PATH"
 )
@@ -90,6 +92,7 @@ def sorted_pair(pair: frozenset[tuple[str, str | None]]) -> list[tuple[str, str]
 class Manifests:
     def __init__(self, objects: Iterable[Object]) -> None:
         self.objects = list(objects)
+        self._settings: dict[str, Any] = {}
         self.deployments = self.of_kind("Deployment")
         self.processes = {name: self.deployments[f"decant-{name}"] for name in PROCESSES}
 
@@ -105,6 +108,11 @@ class Manifests:
         return variables
 
     def settings(self, name: str) -> Any:
+        if name not in self._settings:
+            self._settings[name] = self._load(name)
+        return self._settings[name]
+
+    def _load(self, name: str) -> Any:
         _, *arguments = container(self.processes[name])["args"]
         variables = {key: value for key, value in self.environment(name).items() if key.startswith(PREFIX)}
         return load(PROCESSES[name], arguments, variables)
@@ -137,7 +145,7 @@ def combined(components: tuple[str, ...]) -> Manifests:
 def _kustomize(folder: Path) -> list[Object]:
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return [document for document in yaml.load_all(done.stdout, Loader=LOADER) if document]
 
 
 def _value(entry: Object, one: Object, before: Mapping[str, str]) -> str:

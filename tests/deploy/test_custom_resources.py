@@ -20,11 +20,11 @@ MODULES = {
 
 def custom_resources() -> list[Object]:
     everything = combined(("redis-development", "cert-manager", "monitoring", "autoscaling-keda", "client-tls"))
-    return [
-        one
-        for one in [*everything.objects, *overlay("production").objects]
-        if "." in one["apiVersion"] and not one["apiVersion"].split("/")[0].endswith(".k8s.io")
-    ]
+    return [one for one in [*everything.objects, *overlay("production").objects] if is_custom(one)]
+
+
+def is_custom(one: Object) -> bool:
+    return "." in one["apiVersion"] and not one["apiVersion"].split("/")[0].endswith(".k8s.io")
 
 
 def check(one: Object) -> None:
