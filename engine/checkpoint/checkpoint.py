@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available
 
 from decant.engine.checkpoint import model_types, weight_files
-from decant.engine.checkpoint.coded_linear import is_plain_linear, placeholder, replace_placeholders
+from decant.engine.checkpoint.coded_linear import check_replaced, is_plain_linear, placeholder, replace_placeholders
 from decant.engine.checkpoint.context_length import default_length, max_positions
 from decant.engine.checkpoint.expert_layers import CodedExperts, find_coded, replace_experts
 from decant.engine.checkpoint.formats import find_format
@@ -92,7 +92,8 @@ class Checkpoint:
     ) -> PreTrainedModel:
         """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
 
-        With ``keep_codes``, linear layers with a quantized weight are a ``CodedLinear``, and nothing of it is read.
+        With ``keep_codes``, linear layers with a quantized weight are a ``CodedLinear``, and nothing of it is read, and
+        embeddings are a ``CodedEmbedding``.
         With ``keep_experts``, so are those of ``ExpertLayers``. Other quantized weights are dequantized.
 
         With ``load_to_device``, if accelerate is installed and there are no such towers, each tensor goes to the device
@@ -131,6 +132,7 @@ class Checkpoint:
         with refuse_model_on_error(self.name, "its quantized weights do not fit it"):
             replace_placeholders(model, coded, dtype)
             replace_experts(model, experts, dtype)
+            check_replaced(model)
         _drop_other_media(model)
         with refuse_model_on_error(self.name, f"its weights can't be put on {device}"):
             torch.nn.Module.to(model, device)
@@ -168,11 +170,13 @@ class Checkpoint:
     def _coded(
         self, slices: Mapping[str, Slice], keep_experts: bool
     ) -> tuple[dict[str, Weight], dict[str, CodedExperts]]:
-        """Return the quantized weights of linear layers that have the same name in the model, and of experts."""
+        """Return quantized weights of linear layers and embeddings, by their names in the model, and of experts."""
         made = self.make(torch.device("meta"))
-        layers = (name for name, module in made.named_modules() if is_plain_linear(module))
+        named = made.named_modules()
+        layers = [name for name, each in named if is_plain_linear(each) or type(each) is torch.nn.Embedding]
         found = {layer: slices.get(f"{layer}.weight") for layer in layers}
         coded = {layer: weight for layer, weight in found.items() if isinstance(weight, Weight)}
+        coded |= _tied_head(made, coded)
         experts = dict(find_coded(made, slices))
         return coded, experts if keep_experts else {}
 
@@ -190,6 +194,15 @@ class Checkpoint:
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
         with refuse_model_on_error(self.name, "its weights can't be read"):
             return digest_files([folder / "config.json", *files])
+
+
+def _tied_head(model: PreTrainedModel, coded: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Return the weight of a head that has none of its own and shares that of a quantized embedding."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    if head is None or names[head] in coded or names.get(embedding) not in coded or head.weight is not embedding.weight:
+        return {}
+    return {names[head]: coded[names[embedding]]}
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:

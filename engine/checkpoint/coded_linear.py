@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from decant.engine.checkpoint.coded_embedding import CodedEmbedding
 from decant.engine.checkpoint.weight import PIECE, CodeKind, Weight
 
 
@@ -62,10 +63,22 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def replace_placeholders(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
-    """Give the linear layers ``weights``, by name, in place of their placeholders. Raises ValueError."""
+    """Give linear layers and embeddings ``weights``, by name, in place of their placeholders. Raises ValueError."""
     for name, weight in weights.items():
         module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear) or module.weight.stride() != (0, 0):
+        if not isinstance(module, nn.Linear | nn.Embedding) or module.weight.stride() != (0, 0):
             raise ValueError(f"{weight.name} is quantized, and the model has another tensor in its place")
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, CodedLinear(weight, module.bias, dtype))
+        coded = (
+            CodedLinear(weight, module.bias, dtype)
+            if isinstance(module, nn.Linear)
+            else CodedEmbedding(weight, module.padding_idx, dtype)
+        )
+        setattr(model.get_submodule(parent), child, coded)
+
+
+def check_replaced(model: nn.Module) -> None:
+    """Raises ValueError if a placeholder is left."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() > 1 and not any(parameter.stride()):
+            raise ValueError(f"{name} shares a quantized weight, which is not served")

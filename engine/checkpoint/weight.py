@@ -107,22 +107,34 @@ class Codes:
         """Return the weight's outputs from ``first`` to ``stop``: products in float32, or in float64 for float64."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         rows = slice(first, stop)
-        numbers = self.codes[rows].to(wide)
-        inner = numbers.shape[1]
-        if self.kind is CodeKind.INT4 and self.mins is None:
-            numbers -= 8 if self.zeros is None else self._spread(self.zeros[:, rows], inner)
-        numbers *= self._spread(self.scales[:, rows], inner)
-        if self.mins is not None:
-            numbers -= self._spread(self.mins[:, rows], inner)
+        zeros, mins = (None if each is None else each[:, rows].T for each in (self.zeros, self.mins))
+        numbers = weights_of(self.kind, self.codes[rows].to(wide), self.scales[:, rows].T, zeros, mins, self.group)
         numbers = numbers.to(dtype)
         if self.order is None:
             return numbers
         return torch.empty_like(numbers).index_copy_(1, self.order, numbers)
 
-    def _spread(self, each: torch.Tensor, inner: int) -> torch.Tensor:
-        if len(each) == 1:
-            return each.T
-        return each.T.repeat_interleave(self.group, 1)[:, :inner]
+
+def weights_of(
+    kind: CodeKind,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    mins: torch.Tensor | None,
+    group: int,
+) -> torch.Tensor:
+    """Make weights of numbers [out, in], in place; scales, zero points and minima are [out, groups] here."""
+    inner = numbers.shape[1]
+    if kind is CodeKind.INT4 and mins is None:
+        numbers -= 8 if zeros is None else _spread(zeros, group, inner)
+    numbers *= _spread(scales, group, inner)
+    if mins is not None:
+        numbers -= _spread(mins, group, inner)
+    return numbers
+
+
+def _spread(each: torch.Tensor, group: int, inner: int) -> torch.Tensor:
+    return each if each.shape[1] == 1 else each.repeat_interleave(group, 1)[:, :inner]
 
 
 def _is_permutation(order: torch.Tensor, count: int) -> bool:
