@@ -106,7 +106,7 @@ class GroupedExperts(nn.Module):
         pairs = place(top_k_index.flatten(), len(self._up.codes))
         inner = self._gate(self._up(hidden, pairs, top_k))
         outputs = self._post(self._down(inner, pairs, 1))
-        out = torch.empty_like(hidden)
+        out = hidden.new_empty(hidden.shape)
         width = hidden.shape[1]
         kernels.add_experts[(count, -(-width // ADD_TILE))](
             *(outputs, top_k_weights.contiguous(), out, width), TOP_K=top_k, TILE=ADD_TILE, num_warps=4, num_stages=3
