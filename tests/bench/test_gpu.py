@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -17,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from bench.gpu import __main__ as command
 from bench.gpu import continuous_batching, shapes
@@ -237,47 +233,3 @@ def test_bytes_and_products_of_a_step_are_those_of_the_shape() -> None:
     assert shapes.products(model) == 2 * (2 * layer + 64 * 512)
     assert shapes.weight_bytes(model) == 2 * (2 * (layer + 2 * 64) + 64 + 64 * 512)
     assert shapes.kv_bytes(model, 10) == 10 * 2 * 2 * 2 * 16 * 2
-
-
-PACKAGES_OF_KIT = ("torch", "triton", "transformers", "numpy", "pytest")
-
-COLLECT = """
-import sys
-sys.modules |= dict.fromkeys(sys.argv[1].split(","))  # an import of None finds no module
-import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-c", "bench/gpu/cuda-tests.ini", "--rootdir=.", "-p", "no:cacheprovider",
-                      "--confcutdir=tests/engine/cuda", *sys.argv[2:]]))
-"""
-
-
-def packages_with_needs(names: tuple[str, ...]) -> set[str]:
-    """The packages and what they require, without extras."""
-    found, waiting = set[str](), list(names)
-    while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name in found:
-            continue
-        found.add(name)
-        try:
-            needs = [Requirement(text) for text in metadata.requires(name) or ()]
-        except metadata.PackageNotFoundError:
-            continue
-        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
-    return found
-
-
-@pytest.mark.slow
-def test_tests_on_a_gpu_need_only_the_packages_of_the_kit() -> None:
-    pytest.importorskip("triton")
-    packages = packages_with_needs(PACKAGES_OF_KIT)
-    others = {
-        module
-        for module, owners in metadata.packages_distributions().items()
-        if not packages & {canonicalize_name(owner) for owner in owners}
-    }
-    without = {"test_compiling.py", "test_graph_sizes.py"}
-    tests = [str(path) for path in Path("tests/engine/cuda").glob("test_*.py") if path.name not in without]
-    command = [sys.executable, "-P", "-c", COLLECT, ",".join(others - {"bench", "decant", "tests"}), *tests]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -10,13 +9,14 @@ import psutil
 import pytest
 
 from decant.command.deployment import deployments
+from tests.e2e.fork_server import Forked
 
 ONE_WORKER = ("--prefill", "0", "--decode", "1")  # it imports torch for seconds
 BENCH = ("bench", "--up", *ONE_WORKER, "--requests", "100000", "--concurrency", "1", "--output-tokens", "64")
 DEADLINE_S = 240.0
 
 
-def until(find: Callable[[], list[psutil.Process]], bench: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def until(find: Callable[[], list[psutil.Process]], bench: Forked) -> list[psutil.Process]:
     ends = time.monotonic() + DEADLINE_S
     while time.monotonic() < ends:
         assert bench.poll() is None, "the command ended by itself"
@@ -29,7 +29,8 @@ def until(find: Callable[[], list[psutil.Process]], bench: subprocess.Popen[byte
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["starting", "measuring"])
 def test_sigterm_leaves_no_process_and_no_record(state: str) -> None:
-    bench = subprocess.Popen([sys.executable, "-P", "-m", "decant.command", *BENCH], stderr=subprocess.DEVNULL)
+    with open(os.devnull, "w") as nowhere:
+        bench = Forked("decant.command", BENCH, nowhere.fileno(), nowhere.fileno())
 
     def processes() -> list[psutil.Process]:
         children = psutil.Process(bench.pid).children(recursive=True)

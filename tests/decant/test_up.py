@@ -21,6 +21,7 @@ from decant.protos.worker_pb2 import AuditRequest
 from decant.protos.worker_pb2_grpc import AdminStub
 from decant.runtime.connections import certificates
 from tests.decant.supervisor_harness import Up, nothing_left, up
+from tests.e2e.fork_server import completed
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +32,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
-    return subprocess.run(
-        [*DECANT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    """`decant` in a fork, as each interpreter would import it again; two tests start one."""
+    environ = {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+    return completed("decant.command", *arguments, timeout=PATIENCE_S, environ=environ)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,11 @@ def deployment(folder: Path) -> dict[str, Any]:
 
 
 def test_generate_finds_the_deployment(running: Up, folder: Path) -> None:
-    done = command(folder, "generate", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0", "--json")
+    arguments = ["generate", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0", "--json"]
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [*DECANT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["receipt"]["prefill_worker"], answer["receipt"]["decode_worker"]) == ("prefill-1", "decode-1")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.deployment import PATIENCE_S
+from tests.e2e.fork_server import completed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -37,11 +38,27 @@ TOO_LATE = re.compile("RESOURCE_?EXHAUSTED.*is expected after", re.IGNORECASE | 
 def printed(command: list[str], folder: Path, variables: Mapping[str, str]) -> str:
     """Run a command that must succeed, with this checkout on PYTHONPATH; return its standard output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+
+    return _output(run)
+
+
+def printed_by_fork(file: Path, folder: Path, variables: Mapping[str, str]) -> str:
+    """Run a program in Python that must succeed, in a fork that has imported decant; return its standard output."""
+    arguments = (str(file), str(folder))
+    return _output(lambda: completed("tests.e2e.program", *arguments, timeout=PATIENCE_S, environ=variables))
+
+
+def _output(run: Callable[[], subprocess.CompletedProcess[str]]) -> str:
     for _ in range(TRIES):
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = run()
         if not done.returncode or not TOO_LATE.search(done.stderr):
             break
-    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{done.args}: {done.stdout}\n{done.stderr}"
     return done.stdout
 
 

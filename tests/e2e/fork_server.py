@@ -66,9 +66,11 @@ class Forked:
         self._process.kill()
 
 
-def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def completed(
+    module: str, *arguments: str, timeout: float = 120, environ: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = Forked(module, arguments, output.fileno(), errors.fileno())
+        process = Forked(module, arguments, output.fileno(), errors.fileno(), environ)
         try:
             status = process.wait(timeout)
         finally:

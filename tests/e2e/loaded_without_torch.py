@@ -1,5 +1,7 @@
 import gc
 
+import decant.bench.benchmark
+import decant.command.app
 import decant.command.up.command
 import decant.decode_worker.main
 import decant.prefill_worker.main

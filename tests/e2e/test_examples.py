@@ -15,7 +15,7 @@ from tests.e2e.browser import needs_chromium, served, text_of_page
 from tests.e2e.checkpoints import THINK, name_last_tokens
 from tests.e2e.deployment import Deployment, Process, deployment
 from tests.e2e.envoy import envoy, needs_envoy
-from tests.e2e.example_programs import EXAMPLES, printed
+from tests.e2e.example_programs import EXAMPLES, printed, printed_by_fork
 from tests.runtime.certificates import Certificates
 
 pytestmark = pytest.mark.slow
@@ -86,8 +86,12 @@ def over_tls(running: Deployment, small: Path, tmp_path: Path) -> Iterator[dict[
         }
 
 
-def run(example: str, folder: Path, variables: dict[str, str]) -> str:
-    output = printed([sys.executable, str(EXAMPLES / "python" / example)], folder, variables)
+def run(example: str, folder: Path, variables: dict[str, str], *, forked: bool = False) -> str:
+    file = EXAMPLES / "python" / example
+    if forked:
+        output = printed_by_fork(file, folder, variables)
+    else:
+        output = printed([sys.executable, str(file)], folder, variables)
     assert re.fullmatch(PRINTED[example], output, re.DOTALL), output
     return output
 
@@ -98,7 +102,8 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.parametrize("example", sorted(PRINTED.keys() - {"tls.py"}))
 def test_an_example_in_python(example: str, running: Deployment, tmp_path: Path) -> None:
-    run(example, tmp_path, {"DECANT_ADDRESS": ",".join(running.addresses)})
+    """In forks, as each interpreter would import decant again. The next two tests run programs as a user does."""
+    run(example, tmp_path, {"DECANT_ADDRESS": ",".join(running.addresses)}, forked=True)
 
 
 def test_a_resumed_answer_reads_as_a_whole_one(running: Deployment, tmp_path: Path) -> None:

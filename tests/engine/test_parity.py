@@ -32,9 +32,13 @@ NARROW = 1e-4
 """Margin of the two likeliest tokens below which rounding may choose either."""
 
 PROMPTS = {f"p{length}": tiny.prompt(length, length) for length in (1, 5, 37, 90)}
-BUDGETS = {"1": 1, "7": 7, "64": 64, "unlimited": 4096}
+BUDGETS = {"1": 1, "7": 7, "unlimited": 4096}
+"""24 and 64 are those of cancels and of preemption."""
 
 ROOM = 4 << 20
+
+each_model = pytest.mark.parametrize("name", tiny_configs.SERVED, scope="module")
+"""Of module scope, so that all tests of a model follow each other: the process that runs them makes it once."""
 
 
 @dataclass
@@ -107,7 +111,7 @@ def all_prompts(**options) -> list[Request]:
     return [tiny.greedy(id, tokens, COUNT, **options) for id, tokens in PROMPTS.items()]
 
 
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_a_reference_output_is_worth_comparing(name, subjects):
     subject = subjects(name)
     assert 0.8 < tiny.spread(subject.model, torch.tensor([PROMPTS["p90"]])) < 1.25
@@ -116,7 +120,7 @@ def test_a_reference_output_is_worth_comparing(name, subjects):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, tally):
     subject = subjects(name)
     requests = all_prompts()[: -1 if budget == "1" else None]  # p90 decodes one token a step in the others
@@ -126,7 +130,7 @@ def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, t
         tally.compare(f"{name}, budget {budget}, {id}", tokens, subject.written[id])
 
 
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tally):
     subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
@@ -149,7 +153,7 @@ def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tall
             tally.compare(f"{name}, plain, budget {budget}, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     engine = engine_on(subject.device)
@@ -164,7 +168,7 @@ def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally)
     )
 
 
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     device, backend = subject.device, subject.device.backend
@@ -178,7 +182,7 @@ def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subj
         tally.compare(f"{name}, preempted, {id}", run.tokens[id], tiny.follow(subject.model, tokens, run.tokens[id]))
 
 
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, tally):
     subject = subjects(name)
     gone = [tiny.greedy(f"gone{index}", tiny.prompt(30, 50 + index), 40) for index in range(4)]
@@ -190,7 +194,7 @@ def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, 
         tally.compare(f"{name}, cancels, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", tiny_configs.SERVED)
+@each_model
 def test_bf16_generates_in_a_batch_what_it_generates_alone(name, subjects):
     config = ModelConfig(
         str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH

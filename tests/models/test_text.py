@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 0.02  # nats per token
 SMALLEST_MARGIN = 1e-3  # logits
-SAMPLED, LENGTH = 20, 150
+SAMPLED, LENGTH = 4 * len(SAMPLE_PROMPTS), 150
 
 
 def held_out_loss(model, tokenizer) -> float:
@@ -67,12 +67,13 @@ def function_alone(source: str) -> str:
     return source
 
 
-def draw_function(model, tokenizer, prompt: str, seed: int) -> str:
-    torch.manual_seed(seed)
+def draw_functions(model, tokenizer, prompt: str, count: int) -> list[str]:
+    torch.manual_seed(0)
     ids = tokenizer(prompt, return_tensors="pt")
-    out = model.generate(**ids, do_sample=True, temperature=0.7, top_k=0, top_p=1.0, max_new_tokens=LENGTH)
-    drawn = tokenizer.decode(out[0, ids.input_ids.size(1) :], skip_special_tokens=True)
-    return function_alone(prompt + last_complete_line(drawn))
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}
+    out = model.generate(**ids, **options, max_new_tokens=LENGTH, num_return_sequences=count)
+    texts = tokenizer.batch_decode(out[:, ids.input_ids.size(1) :], skip_special_tokens=True)
+    return [function_alone(prompt + last_complete_line(text)) for text in texts]
 
 
 def parses(source: str) -> bool:
@@ -85,11 +86,10 @@ def parses(source: str) -> bool:
 
 def test_sampled_function_bodies_mostly_parse(model, tokenizer):
     good = 0
-    for seed in range(SAMPLED):
-        prompt = SAMPLE_PROMPTS[seed % len(SAMPLE_PROMPTS)]
-        source = draw_function(model, tokenizer, prompt, seed)
-        # A docstring alone would parse too; the function needs a body to count.
-        good += bool(source[len(prompt) :].strip()) and parses(source)
+    for prompt in SAMPLE_PROMPTS:
+        for source in draw_functions(model, tokenizer, prompt, SAMPLED // len(SAMPLE_PROMPTS)):
+            # A docstring alone would parse too; the function needs a body to count.
+            good += bool(source[len(prompt) :].strip()) and parses(source)
     assert good >= 0.6 * SAMPLED
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -19,7 +18,7 @@ from decant.plan.quantities import Slo, Tokens
 from decant.plan.queueing import ServiceTime, Wait, wait_probability
 from decant.plan.sizing import Sizing
 from decant.plan.workload import Workload
-from tests.plan.test_sizes import LLAMA_3_8B, kv_layout, shape_of
+from tests.plan.test_sizes import LLAMA_3_8B, known_shape, kv_layout
 
 KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, layout=kv_layout(1 << 10), share=1.0)
 WORKLOAD = Workload(Tokens(1500, 2000), Tokens(500, 500), rate=4.0)
@@ -153,10 +152,10 @@ def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
 
 
 @pytest.mark.slow
-def test_the_roofline_reproduces_a_device_s_bounds(tmp_path: Path) -> None:
+def test_the_roofline_reproduces_a_device_s_bounds() -> None:
     """H200: 8 billion bfloat16 weights at 4.3 TB/s take 3.5 ms a token; 3,500 prompt tokens at 780 TFLOP/s, 70 ms."""
     device = Device("", 141 << 30, 4.3e12, 780e12)
-    speed = roofline(shape_of(LLAMA_3_8B, tmp_path), device, ("bfloat16", None, "bfloat16"), Efficiency(1.0, 1.0))
+    speed = roofline(known_shape(LLAMA_3_8B), device, ("bfloat16", None, "bfloat16"), Efficiency(1.0, 1.0))
     assert speed.step(1, 1) == pytest.approx(15.0e9 / 4.3e12, rel=0.01)
     assert speed.prefill(3500) == pytest.approx(0.072, rel=0.05)
 

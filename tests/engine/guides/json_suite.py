@@ -25,7 +25,9 @@ class NoPackageIndex(Exception):
 def schemas(folder: Path) -> dict[str, Any]:
     """Distinct schemas by file and description; ``folder`` keeps the download. Raises NoPackageIndex."""
     if not list(folder.glob("*.tar.gz")):
-        command = [sys.executable, "-m", "pip", "download", "jsonschema==4.26.0", "--no-deps", "--no-binary", ":all:"]
+        # pip builds the metadata of a source distribution: with ":all:" it would compile what it builds with, too.
+        source = ["jsonschema==4.26.0", "--no-deps", "--no-binary", "jsonschema"]
+        command = [sys.executable, "-m", "pip", "download", *source]
         done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, timeout=600)
         if not list(folder.glob("*.tar.gz")):
             raise NoPackageIndex(f"the package index can't be reached: {done.stderr[-200:]}")
