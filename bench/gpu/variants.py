@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
-from bench import adapters, medians
+from bench import medians
+from bench.adapter_steps import add_adapter, plan
 from bench.gpu import shapes
 from bench.gpu.serving import make_engine, request
 from decant.engine.model.model import ModelDevice
@@ -61,6 +62,6 @@ def _different(one: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[in
 
 def adapter_steps(device: ModelDevice, sequences: int, context: int, counts: Sequence[int], runs: int) -> list[float]:
     """Milliseconds of a step of ``sequences`` with each number of adapters, of which 0 is one."""
-    digests = [adapters.add_adapter(device, RANK, seed) for seed in range(max(counts))]
-    plans = [adapters.plan(device, sequences, context, digests[:count]) for count in counts]
+    digests = [add_adapter(device, RANK, seed) for seed in range(max(counts))]
+    plans = [plan(device, sequences, context, digests[:count]) for count in counts]
     return medians.in_turn([partial(device.run, each) for each in plans], runs)
