@@ -19,7 +19,7 @@ def add_adapter(device: ModelDevice, rank: int, seed: int) -> str:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, layer in device.model.named_modules():
         if name.endswith("_proj"):
-            outputs, inner = layer.weight.shape
+            outputs, inner = layer.weight.shape if hasattr(layer, "weight") else (layer.out_features, layer.in_features)
             prefix = f"base_model.model.{name}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inner, generator=generator).to(torch.bfloat16)
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator).to(torch.bfloat16)

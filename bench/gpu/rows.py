@@ -241,8 +241,10 @@ class Bench:
 
     def dependent(self) -> Iterator[Row]:
         name = "requests whose tokens dependent launches change"
-        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
-            yield Row(name, None, "requests", 0.0, is_most=True, why="needs a GPU of compute capability 9.0")
+        has_triton = self.device.type == "cuda" and self.how.cuda_kernels == "triton"
+        if not has_triton or torch.cuda.get_device_capability(self.device) < (9, 0):
+            why = "needs Triton kernels on a GPU of compute capability 9.0"
+            yield Row(name, None, "requests", 0.0, is_most=True, why=why)
             return
         for requests in self.sizes.dependent:
             found = variants.compare_dependent_launches(self.served, requests, 600, self.sizes.outputs)

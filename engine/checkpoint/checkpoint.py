@@ -103,7 +103,7 @@ class Checkpoint:
         with refuse_model_on_error(self.name, "transformers can't load it"):
             model_class, source, coded, experts = self._source(dtype, keep_codes, keep_experts)
             is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
-            is_placed = is_placed and not coded
+            is_placed = is_placed and not coded and not experts
             placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
             loaded: Any = model_class.from_pretrained(
                 **source,
@@ -176,7 +176,7 @@ class Checkpoint:
         layers = [name for name, each in named if is_plain_linear(each) or type(each) is torch.nn.Embedding]
         found = {layer: slices.get(f"{layer}.weight") for layer in layers}
         coded = {layer: weight for layer, weight in found.items() if isinstance(weight, Weight)}
-        coded |= _tied_head(made, coded)
+        coded |= _tied_head(made, coded, slices)
         experts = dict(find_coded(made, slices))
         return coded, experts if keep_experts else {}
 
@@ -196,11 +196,13 @@ class Checkpoint:
             return digest_files([folder / "config.json", *files])
 
 
-def _tied_head(model: PreTrainedModel, coded: Mapping[str, Weight]) -> dict[str, Weight]:
+def _tied_head(model: PreTrainedModel, coded: Mapping[str, Weight], slices: Mapping[str, Slice]) -> dict[str, Weight]:
     """Return the weight of a head that has none of its own and shares that of a quantized embedding."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    if head is None or names[head] in coded or names.get(embedding) not in coded or head.weight is not embedding.weight:
+    if head is None or f"{names[head]}.weight" in slices or names.get(embedding) not in coded:
+        return {}
+    if head.weight is not embedding.weight:
         return {}
     return {names[head]: coded[names[embedding]]}
 

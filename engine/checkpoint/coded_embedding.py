@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -22,17 +24,23 @@ class CodedEmbedding(nn.Embedding):
 
     def __init__(self, source: Weight, padding_idx: int | None, dtype: torch.dtype) -> None:
         """Read the weight. Raises ValueError with its name."""
-        rows, width = source.shape
-        super().__init__(rows, width, padding_idx, device="meta", dtype=dtype)
-        del self.weight
-        self.weight = torch.empty(source.shape, dtype=dtype, device="meta")  # for callers that look at it
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = source.shape
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self._dtype = dtype
         read = source.codes()
         self._kind, self._group = read.kind, read.group
         order = None if read.order is None else read.order.argsort()
-        zeros = None if read.zeros is None else read.zeros.T.contiguous()
+        zeros = None if read.zeros is None else read.zeros.T.clone(memory_format=torch.contiguous_format)
         parts = (_packed(read.codes, read.kind), _by_row(read.scales), zeros, _by_row(read.mins), order)
         for name, part in zip(("codes", "scales", "zeros", "mins", "order"), parts, strict=True):
             self.register_buffer(name, part)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """Not numbers, of the weight's shape, dtype and device: for callers that look at these."""
+        return self.scales.new_full((), math.nan, dtype=self._dtype).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = ids.flatten()
@@ -40,7 +48,7 @@ class CodedEmbedding(nn.Embedding):
         mins = None if self.mins is None else self.mins[rows].float()
         numbers = _unpacked(self.codes[rows], self._kind, self.embedding_dim)
         weights = weights_of(self._kind, numbers, self.scales[rows].float(), zeros, mins, self._group)
-        weights = weights.to(self.weight.dtype)
+        weights = weights.to(self._dtype)
         if self.order is not None:
             weights = weights.index_select(1, self.order)
         return weights.view(*ids.shape, self.embedding_dim)
@@ -51,7 +59,8 @@ def _by_row(each: torch.Tensor | None) -> torch.Tensor | None:
     if each is None:
         return None
     halves = each.half()
-    return (halves if torch.equal(halves.float(), each) else each).T.contiguous()
+    chosen = halves if torch.equal(halves.float(), each) else each
+    return chosen.T.clone(memory_format=torch.contiguous_format)  # no view of a file
 
 
 def _packed(codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:

@@ -62,11 +62,15 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros([1] * len(shape), dtype=dtype).expand(*shape)
 
 
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
+
+
 def replace_placeholders(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
     """Give linear layers and embeddings ``weights``, by name, in place of their placeholders. Raises ValueError."""
     for name, weight in weights.items():
         module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear | nn.Embedding) or module.weight.stride() != (0, 0):
+        if not isinstance(module, nn.Linear | nn.Embedding) or not _is_placeholder(module.weight):
             raise ValueError(f"{weight.name} is quantized, and the model has another tensor in its place")
         parent, _, child = name.rpartition(".")
         coded = (
@@ -80,5 +84,5 @@ def replace_placeholders(model: nn.Module, weights: Mapping[str, Weight], dtype:
 def check_replaced(model: nn.Module) -> None:
     """Raises ValueError if a placeholder is left."""
     for name, parameter in model.named_parameters():
-        if parameter.numel() > 1 and not any(parameter.stride()):
+        if _is_placeholder(parameter):
             raise ValueError(f"{name} shares a quantized weight, which is not served")

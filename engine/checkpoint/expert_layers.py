@@ -196,15 +196,16 @@ def _layers(module: Any, tensor: str, coded: CodedExperts, dtype: torch.dtype) -
 def _first_two(module: Any, coded: CodedExperts, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return arguments for the module that choose its first two experts, and what transformers computes."""
     count = min(2, len(coded.up))
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))  # of biases and norms
     for tensor, weights in ((first_of(module), coded.up), (DOWN, coded.down)):
-        stacked = torch.stack([torch.cat([part[:] for part in parts]) for parts in weights[:count]]).to(dtype)
+        stacked = torch.stack([torch.cat([part[:] for part in parts]) for parts in weights[:count]]).to(device, dtype)
         made = stacked.transpose(1, 2).contiguous() if module.is_transposed else stacked
         setattr(module, tensor, nn.Parameter(made, requires_grad=False))
     module.num_experts = count
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, coded.up[0][0].shape[1], generator=generator).to(dtype)
-    chosen = (torch.arange(4)[:, None] + torch.arange(count)) % count
-    share = torch.tensor([0.7, 0.3][:count]).to(dtype).expand(4, count)
+    rows = torch.randn(4, coded.up[0][0].shape[1], generator=generator).to(device, dtype)
+    chosen = (torch.arange(4, device=device)[:, None] + torch.arange(count, device=device)) % count
+    share = torch.tensor([0.7, 0.3][:count]).to(device, dtype).expand(4, count)
     return (rows, chosen, share), module(rows, chosen, share)
 
 

@@ -6,10 +6,14 @@ Scales of zero, those of blocks whose numbers are all equal, become scales of on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from decant.engine.checkpoint.weight import CodeKind, Codes
+
+_DECODED_BYTES = 1 << 20
+"""Of rows that are decoded at once."""
 
 KINDS = {
     "Q8_0": CodeKind.INT8,
@@ -24,9 +28,26 @@ KINDS = {
 
 
 def decode(type: str, rows: torch.Tensor) -> Codes:
-    """Decode the bytes [out, bytes] of a matrix. Raises ValueError, also for scales that are not finite."""
+    """Decode the bytes [out, bytes] of a matrix. Raises ValueError, also for scales that are not finite.
+
+    Some rows at a time: a decoder takes several times the memory of its codes.
+    """
     size, decoder = _DECODERS[type]
-    return decoder(rows.unflatten(1, (-1, size)))
+    step = max(1, _DECODED_BYTES // rows.shape[1])
+    pieces = rows.split(step)
+    first = decoder(pieces[0].unflatten(1, (-1, size)))
+    if len(pieces) == 1:
+        return first
+    shape = len(first.scales), len(rows)
+    codes, scales = first.codes.new_empty(len(rows), first.shape[1]), first.scales.new_empty(shape)
+    mins = None if first.mins is None else first.mins.new_empty(shape)
+    for at, piece in enumerate(pieces):
+        part = decoder(piece.unflatten(1, (-1, size)))
+        own = slice(at * step, at * step + len(piece))
+        codes[own], scales[:, own] = part.codes, part.scales
+        if mins is not None and part.mins is not None:
+            mins[:, own] = part.mins
+    return replace(first, codes=codes, scales=scales, mins=mins)
 
 
 def _q8_0(blocks: torch.Tensor) -> Codes:

@@ -44,7 +44,7 @@ class WeightFormat(Protocol):
     def open(self, files: Sequence[Path]) -> Mapping[str, Slice] | None:
         """Tensors of the model by name; None if transformers reads the files itself.
 
-        Those that are a ``Weight`` stay quantized in linear layers, where the backend has products for them.
+        Those that are a ``Weight`` stay quantized in linear layers, experts and embeddings, if the backend takes them.
         """
         ...
 

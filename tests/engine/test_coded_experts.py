@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from decant.engine.checkpoint import checkpoint as checkpoints
 from decant.engine.checkpoint.coded_linear import CodedLinear
@@ -113,6 +114,25 @@ def test_experts_are_dequantized_for_a_device_without_such_products(tmp_path: Pa
     first = "model.layers.0.mlp.experts.1"
     expected = torch.cat([model[f"{first}.{part}_proj.weight"] for part in ("gate", "up")])
     assert torch.equal(experts.gate_up_proj[1], expected)
+
+
+def test_a_load_puts_no_experts_on_a_device_as_their_placeholders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device would hold whole tensors for them."""
+    folder = checkpoint("qwen3_moe", tmp_path)
+    formats.quantize(folder, LAYOUTS["awq-32"], is_expert)
+    monkeypatch.setattr(checkpoints, "is_accelerate_available", lambda: True)
+    from_pretrained = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def without_places(model: Any, *arguments: Any, **options: Any) -> Any:
+        assert "device_map" not in options
+        return from_pretrained(model, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(without_places))
+    opened = checkpoints.open(str(folder))
+    model = opened.read(torch.float32, CPU, load_to_device=True, keep_codes=True, keep_experts=True)
+    assert coded_layers(model) == 3 * 4
 
 
 def test_experts_of_which_some_are_plain_are_dequantized(tmp_path: Path) -> None:

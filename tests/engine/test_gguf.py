@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM
 
 from decant.engine.checkpoint import checkpoint as checkpoints
-from decant.engine.checkpoint import weight_files
+from decant.engine.checkpoint import ggml_blocks, weight_files
 from decant.engine.checkpoint.coded_embedding import CodedEmbedding
 from decant.engine.checkpoint.coded_linear import CodedLinear
 from decant.engine.checkpoint.weight import CodeKind, Weight
@@ -91,8 +91,12 @@ def generated(device: ModelDevice, count: int = 12) -> list[int]:
     return tiny.run(engine, [tiny.greedy("r", [5, 6, 7, 8], count)]).tokens["r"]
 
 
+@pytest.mark.parametrize("decoded", [1, 1 << 20], ids=["a row at a time", "at once"])
 @every_type
-def test_a_weight_is_exactly_what_the_gguf_package_reads(kind: Type, tmp_path: Path) -> None:
+def test_a_weight_is_exactly_what_the_gguf_package_reads(
+    kind: Type, decoded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ggml_blocks, "_DECODED_BYTES", decoded)
     file = gguf_files.of_folder(checkpoint(tmp_path, "qwen3"), kind)
     found = opened(written(file, tmp_path))
     assert len(found) == len(file.tensors)

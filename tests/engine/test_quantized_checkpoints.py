@@ -108,12 +108,12 @@ def test_a_quantized_head_beside_plain_layers_is_served(tied: bool, tmp_path: Pa
     ("name", "tied"),
     [("gptq-8-64", False), ("awq-32", True), ("compressed-int8-channel", True), ("compressed-fp8-block", False)],
 )
-def test_a_quantized_embedding_is_dequantized(name: str, tied: bool, tmp_path: Path) -> None:
-    """A head that is the embedding is dequantized with it."""
+def test_a_quantized_embedding_has_the_rows_of_the_dequantized_one(name: str, tied: bool, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, tie_word_embeddings=tied)
     model = quantized.quantize(folder, LAYOUTS[name], lambda each: each == "model.embed_tokens.weight")
     device = serve(folder)
-    table = device.model.get_parameter("model.embed_tokens.weight")
+    embedding: Any = device.model.get_submodule("model.embed_tokens")
+    table = embedding(torch.arange(embedding.num_embeddings))
     assert torch.equal(table, model["model.embed_tokens.weight"])
     tokens = generated(device)
     quantized.dequantize(folder, model)

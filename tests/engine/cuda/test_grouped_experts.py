@@ -162,6 +162,15 @@ def test_experts_compute_what_those_of_a_cpu_do_and_what_transformers_does(
     torch.testing.assert_close(outputs(restored, 9, width), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_router_of_one_expert_may_give_a_view_of_its_choice(tmp_path: Path) -> None:
+    layers = experts_of("qwen3_moe", "awq-32", tmp_path)
+    grouped = group_experts(layers, DEVICE, is_exact=False)
+    assert grouped is not None
+    chosen = torch.tensor([[3, 0, 0], [1, 0, 0], [0, 3, 3], [1, 2, 2]], device=DEVICE)[:, :1]
+    rows, shares = random(4, 64), random(4, 1).abs()
+    torch.testing.assert_close(grouped(rows, chosen, shares), layers(rows, chosen, shares), rtol=1e-4, atol=1e-5)
+
+
 def replaced(layers: ExpertLayers, tried: Any = lambda trial: trial()) -> tuple[nn.Module, str | None]:
     model = nn.ModuleDict({"experts": layers})
     reason = replace_coded(model, torch.float32, DEVICE, tried, is_exact=False)
