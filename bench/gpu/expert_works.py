@@ -28,7 +28,7 @@ def _gates_and_ups(kernels: Kernels, tokens: int, kind: CodeKind) -> Work:
     count, top_k, hidden, inner = kernels.shape.experts
     group = min(GROUP, hidden) if kind is CodeKind.INT4 else hidden
     size = 2 * inner, hidden
-    codes = Codes(kind, torch.zeros(size, dtype=kind.value), torch.ones(-(-hidden // group), 2 * inner), group)
+    codes = Codes(kind, torch.zeros(size, dtype=kind.dtype), torch.ones(-(-hidden // group), 2 * inner), group)
     one = CodedProduct(codes, None, BF16, kernels.device, is_exact=False)
     made, rows = ExpertProducts([one] * count), kernels.random(tokens, hidden)
     chosen = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)]).flatten()

@@ -29,7 +29,7 @@ class CodedEmbedding(nn.Embedding):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
         self._dtype = dtype
-        read = source.codes()
+        read = source.codes().without_e2m1()
         self._kind, self._group = read.kind, read.group
         order = None if read.order is None else read.order.argsort()
         zeros = None if read.zeros is None else read.zeros.T.clone(memory_format=torch.contiguous_format)

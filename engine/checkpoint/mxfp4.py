@@ -4,8 +4,8 @@ opened.
     x_blocks  U8 [experts, out, in / 32, 16]  e2m1, the first of two numbers in the lower bits
     x_scales  U8 [experts, out, in / 32]      e8m0: 127 more than the exponent; 255 is not a number
 
-The model's tensor x is [experts, in, out]. Where experts stay quantized, they are in int8: the doubled numbers are
-whole. Else x is dequantized in bfloat16, which has all of its numbers.
+The model's tensor x is [experts, in, out]. Where a backend does not keep its codes, x is dequantized in bfloat16, which
+has all of its numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 BLOCKS, SCALES = "_blocks", "_scales"
 IN_A_BLOCK = 32
-
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _LARGEST_SCALE = 252
 """Of those with which all numbers are finite in float32 and bfloat16."""
@@ -87,7 +85,7 @@ class _Experts:
         nbytes = self._tensors.nbytes(self._name + BLOCKS, self._name + SCALES) // self._count
         shape = self._outputs, self._inner
         return [
-            Weight(f"{self._name}.{at}", shape, CodeKind.INT8, nbytes, partial(self._codes, at))
+            Weight(f"{self._name}.{at}", shape, CodeKind.E2M1, nbytes, partial(self._codes, at))
             for at in range(self._count)
         ]
 
@@ -99,42 +97,20 @@ class _Experts:
         blocks, scales = (self._tensors.slice(self._name + part)[expert] for part in (BLOCKS, SCALES))
         if int(scales.max()) > _LARGEST_SCALE:
             raise ValueError(f"{self._name}{SCALES} has an exponent with which its numbers are not finite")
-        doubled = (torch.tensor(_NUMBERS) * 2).to(torch.int8)
-        table = torch.cat([doubled, -doubled])
-        codes = table[_numbers_of(blocks)].flatten(1)
-        return Codes(CodeKind.INT8, codes, (_powers(scales) / 2).T.contiguous(), IN_A_BLOCK)
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
+        return Codes(CodeKind.E2M1, codes, _powers(scales).T.contiguous(), IN_A_BLOCK)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        blocks, scales = (self._tensors.read(self._name + part) for part in (BLOCKS, SCALES))
-        experts, outputs, count, _ = blocks.shape
-        whole = torch.empty(experts, count * IN_A_BLOCK, outputs, dtype=torch.bfloat16)
-        for expert in range(experts):
-            whole[expert] = dequantize(blocks[expert], scales[expert]).T
-        if not bool(whole.isfinite().all()):
-            raise ValueError(f"{self._name}{SCALES} has an exponent with which its numbers are not finite")
+        whole = torch.empty(self._count, self._inner, self._outputs, dtype=torch.bfloat16)
+        for expert, weight in enumerate(whole):
+            weight.copy_(self._codes(expert).dequantize(torch.bfloat16).T)
         return whole[index]
-
-
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Dequantize blocks [out, in / 32, 16] with scales [out, in / 32] to float32 [out, in]; 255 gives NaN."""
-    import torch
-
-    table = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)])
-    return (table[_numbers_of(blocks)] * _powers(scales)[..., None]).flatten(1)
-
-
-def _numbers_of(blocks: torch.Tensor) -> torch.Tensor:
-    """Indices of numbers [out, in / 32, 32]."""
-    import torch
-
-    return torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).long()
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:
     import torch
 
     exponents = scales.int()
-    powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)  # 2 ** -127 has another form
-    return torch.where(exponents == 255, torch.nan, powers)
+    return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)  # 2 ** -127 has another form

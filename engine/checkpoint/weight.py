@@ -22,12 +22,31 @@ PIECE = 1 << 20
 """Elements that are dequantized at once."""
 
 
-class CodeKind(Enum):
-    """Codes of int8 and fp8 (e4m3) are their numbers; int4 has codes from 0 to 15, whose zero is 8 or stored."""
+E2M1 = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""The numbers of the codes from 0 to 15."""
 
-    INT8 = torch.int8
-    INT4 = torch.uint8
-    FP8 = torch.float8_e4m3fn
+
+class CodeKind(Enum):
+    """Codes of int8 and fp8 (e4m3) are their numbers; int4 has codes from 0 to 15, whose zero is 8 or stored; e2m1 has
+    the numbers of a table."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+    E2M1 = "e2m1"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a code in ``Codes``, which takes a byte."""
+        return _DTYPES[self]
+
+
+_DTYPES = {
+    CodeKind.INT8: torch.int8,
+    CodeKind.INT4: torch.uint8,
+    CodeKind.FP8: torch.float8_e4m3fn,
+    CodeKind.E2M1: torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +71,8 @@ class Codes:
     def __post_init__(self) -> None:
         outputs, inner = self.codes.shape
         groups = -(-inner // self.group)
-        if self.codes.dtype != self.kind.value:
-            raise ValueError(f"codes: {self.kind.value}, got {self.codes.dtype}")
+        if self.codes.dtype != self.kind.dtype:
+            raise ValueError(f"codes: {self.kind.dtype}, got {self.codes.dtype}")
         for name, each in (("scales", self.scales), ("zero points", self.zeros), ("minima", self.mins)):
             if each is not None and each.shape != (groups, outputs):
                 raise ValueError(f"{name} are {list(each.shape)}: by its shape they are [{groups}, {outputs}]")
@@ -61,8 +80,12 @@ class Codes:
             raise ValueError("a scale is zero, infinite or not a number")
         if self.mins is not None and not bool(self.mins.isfinite().all()):
             raise ValueError("a minimum is infinite or not a number")
-        if self.mins is not None and (self.kind is CodeKind.FP8 or self.zeros is not None):
-            raise ValueError("minima: not of fp8, and not beside zero points")
+        if self.mins is not None and (self.kind in (CodeKind.FP8, CodeKind.E2M1) or self.zeros is not None):
+            raise ValueError("minima: not of fp8 and e2m1, and not beside zero points")
+        if self.zeros is not None and self.kind is not CodeKind.INT4:
+            raise ValueError(f"zero points: of int4 alone, not of {self.kind.value}")
+        if self.codes.dtype == torch.uint8 and int(self.codes.max()) > 15:
+            raise ValueError(f"a code is {int(self.codes.max())}, and codes end at 15")
         if self.zeros is not None and int(self.zeros.max()) > 15:
             raise ValueError(f"a zero point is {int(self.zeros.max())}, and codes end at 15")
         if self.kind is CodeKind.FP8 and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
@@ -103,12 +126,19 @@ class Codes:
         zeros, mins = (None if each is None else pad(each, 1) for each in (self.zeros, self.mins))
         return replace(self, codes=pad(self.codes, 0), scales=pad(self.scales, 1), zeros=zeros, mins=mins)
 
+    def without_e2m1(self) -> Codes:
+        """Return a weight of e2m1 in int8, as its numbers, doubled, are whole, with half the scales; else itself."""
+        if self.kind is not CodeKind.E2M1:
+            return self
+        return replace(self, kind=CodeKind.INT8, codes=_e2m1(self.codes, torch.int8, 2), scales=self.scales / 2)
+
     def dequantize(self, dtype: torch.dtype, first: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return the weight's outputs from ``first`` to ``stop``: products in float32, or in float64 for float64."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         rows = slice(first, stop)
         zeros, mins = (None if each is None else each[:, rows].T for each in (self.zeros, self.mins))
-        numbers = weights_of(self.kind, self.codes[rows].to(wide), self.scales[:, rows].T, zeros, mins, self.group)
+        numbers = _e2m1(self.codes[rows], wide) if self.kind is CodeKind.E2M1 else self.codes[rows].to(wide)
+        numbers = weights_of(self.kind, numbers, self.scales[:, rows].T, zeros, mins, self.group)
         numbers = numbers.to(dtype)
         if self.order is None:
             return numbers
@@ -135,6 +165,12 @@ def weights_of(
 
 def _spread(each: torch.Tensor, group: int, inner: int) -> torch.Tensor:
     return each if each.shape[1] == 1 else each.repeat_interleave(group, 1)[:, :inner]
+
+
+def _e2m1(codes: torch.Tensor, dtype: torch.dtype, factor: int = 1) -> torch.Tensor:
+    """Numbers of codes of e2m1, times the factor."""
+    table = torch.tensor([factor * number for number in E2M1], dtype=dtype, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def _is_permutation(order: torch.Tensor, count: int) -> bool:

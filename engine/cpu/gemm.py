@@ -124,11 +124,11 @@ class PackedWeight(NativeWeight):
         self._pack(lambda to: kernels.pack(self._half, weight.data_ptr(), to, *weight.shape), arena)
 
 
-_KINDS = {CodeKind.INT8: 1, CodeKind.INT4: 2, CodeKind.FP8: 3}
+_KINDS = {CodeKind.INT8: 1, CodeKind.INT4: 2, CodeKind.FP8: 3, CodeKind.E2M1: 4}
 """As enum CodeKind in codes.h."""
 
-_FP8_FACTOR = 256
-"""The kernels' fp8 numbers are that much smaller."""
+_FACTORS = {CodeKind.FP8: 256, CodeKind.E2M1: 0.5}
+"""Of the scales: the kernels' numbers of fp8 are that much smaller, and those of e2m1 doubled."""
 
 
 class CodedWeight(NativeWeight):
@@ -136,7 +136,7 @@ class CodedWeight(NativeWeight):
 
     def __init__(self, kernels: ModuleType, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(kernels.multiply, codes.shape, dtype, bias)
-        scales = codes.scales * _FP8_FACTOR if codes.kind is CodeKind.FP8 else codes.scales
+        scales = codes.scales * _FACTORS.get(codes.kind, 1)
         has_half_scales = torch.equal(scales.half().float(), scales)
         parts = (codes.codes, scales, codes.zeros, codes.mins)
         tensors = [None if part is None else part.contiguous() for part in parts]
@@ -152,6 +152,7 @@ class CodesForInt8(CodedWeight):
 
 class Dequantized:
     def __init__(self, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        codes = codes.without_e2m1()
         zeros, mins = (None if each is None else each.clone() for each in (codes.zeros, codes.mins))
         self._codes = replace(codes, codes=codes.codes.clone(), scales=codes.scales.clone(), zeros=zeros, mins=mins)
         self._dtype = dtype

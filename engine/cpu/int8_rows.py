@@ -27,7 +27,7 @@ _NUMBERS_AT_ONCE = 1 << 22
 
 
 def takes(codes: Codes) -> bool:
-    """Whether rows are rounded for a weight: its codes are integers, in groups that kernels take."""
+    """Whether rows are rounded for a weight: its numbers are integers, or doubled are, in groups that kernels take."""
     return codes.kind is not CodeKind.FP8 and codes.has_kernel_group
 
 
@@ -54,6 +54,7 @@ class RoundedRows:
 
     def __init__(self, codes: Codes, bias: torch.Tensor | None) -> None:
         check_inner(codes)
+        codes = codes.without_e2m1()
         zeros, mins = (None if each is None else each.clone() for each in (codes.zeros, codes.mins))
         self._codes = replace(codes, codes=codes.codes.clone(), scales=codes.scales.clone(), zeros=zeros, mins=mins)
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)

@@ -106,6 +106,7 @@ class CodedProduct(nn.Module):
         self, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device, *, is_exact: bool
     ) -> None:
         super().__init__()
+        codes = codes.without_e2m1()
         self.dtype, self.is_exact = dtype, is_exact
         self.out_features, self.in_features = codes.shape
         scales = codes.scales * _FP8_FACTOR if codes.kind is CodeKind.FP8 else codes.scales

@@ -158,7 +158,7 @@ def _alike(all_codes: Sequence[Codes | None]) -> Sequence[Codes] | None:
         found = [
             each if each.zeros is not None else replace(each, zeros=torch.full_like(each.scales, 8, dtype=torch.uint8))
             for each in found
-            if each.mins is None
+            if each.kind is CodeKind.INT4 and each.mins is None
         ]
     layouts = {(each.kind, each.shape, each.group, each.mins is None, each.order is None) for each in found}
     return found if len(layouts) == 1 and len(found) == len(all_codes) else None

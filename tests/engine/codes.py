@@ -25,7 +25,7 @@ def make_codes(
     match kind:
         case CodeKind.INT8:
             codes = torch.randint(-128, 128, (outputs, inner), generator=generator).to(torch.int8)
-        case CodeKind.INT4:
+        case CodeKind.INT4 | CodeKind.E2M1:
             codes = torch.randint(16, (outputs, inner), generator=generator).to(torch.uint8)
         case CodeKind.FP8:
             some = torch.randint(256, (outputs, inner), generator=generator).to(torch.uint8)

@@ -15,6 +15,7 @@ from decant.engine.checkpoint import checkpoint as checkpoints
 from decant.engine.checkpoint.coded_linear import CodedLinear
 from decant.engine.checkpoint.expert_layers import DOWN, ExpertLayers, first_of, has_stacked_experts, replace_experts
 from decant.engine.checkpoint.quantize import Quantization, quantize, quantized
+from decant.engine.checkpoint.weight import CodeKind
 from decant.engine.cpu.backend import CpuBackend
 from decant.engine.engine import Engine
 from decant.engine.errors import ModelRefused
@@ -196,6 +197,7 @@ def test_mxfp4_experts_stay_quantized_and_are_exact(tmp_path: Path) -> None:
         for tensor, layers in (("gate_up_proj", module.mlp.experts.up), ("down_proj", module.mlp.experts.down)):
             expected = model[f"model.layers.{layer}.mlp.experts.{tensor}"]
             for expert, each in enumerate(layers):
+                assert each.source.kind is CodeKind.E2M1
                 assert torch.equal(each.source[:].T, expected[expert].float())
 
 

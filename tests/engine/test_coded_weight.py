@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def any_codes(draw: st.DrawFn) -> Codes:
     kind, inner = draw(st.sampled_from(list(CodeKind))), draw(st.integers(1, 1700))
     group = draw(st.sampled_from([inner, 8, 32, 64, 128, 24, 512]))
     options = {"has_half_scales": draw(st.booleans())}
-    if kind is not CodeKind.FP8 and draw(st.booleans()):
+    if kind in (CodeKind.INT8, CodeKind.INT4) and draw(st.booleans()):
         options["has_mins" if kind is CodeKind.INT8 or draw(st.booleans()) else "has_zeros"] = True
     return make_codes(kind, draw(st.sampled_from([64, 128])), inner, group, **options)
 
@@ -70,6 +72,7 @@ CASES: list[Callable[[], Codes]] = [
     lambda: make_codes(CodeKind.INT4, 128, 1403, 32, has_zeros=True),
     lambda: make_codes(CodeKind.INT4, 128, 1403, 32, has_mins=True, has_half_scales=False),
     lambda: make_codes(CodeKind.FP8, 128, 1500, 128),
+    lambda: make_codes(CodeKind.E2M1, 128, 1504, 32),
 ]
 
 
@@ -101,13 +104,31 @@ def test_every_code_is_its_number(kind: CodeKind, build: str) -> None:
     match kind:
         case CodeKind.INT8:
             codes = every.view(torch.int8)
-        case CodeKind.INT4:
+        case CodeKind.INT4 | CodeKind.E2M1:
             codes = every % 16
         case CodeKind.FP8:
             codes = torch.where(every & 127 == 127, 0, every).view(torch.float8_e4m3fn)
     weight = Codes(kind, codes, torch.ones(3, 256), 8)
     numbers = product_of(weight, torch.bfloat16, build)(torch.eye(24).bfloat16())
     assert torch.equal(numbers.T.float(), weight.dequantize(torch.float32))
+
+
+@every_build
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounds_rows", [False, True])
+def test_a_product_of_e2m1_has_the_bits_of_that_with_doubled_numbers_in_int8(
+    rounds_rows: bool, dtype: torch.dtype, build: str
+) -> None:
+    doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+    for inner, group in ((1504, 32), (1403, 64), (77, 77)):
+        codes = make_codes(CodeKind.E2M1, 128, inner, group)
+        whole = Codes(CodeKind.INT8, doubled[codes.codes.long()], codes.scales / 2, group)
+        x = torch.randn(33, inner, generator=torch.Generator().manual_seed(inner)).to(dtype)
+        product, expected = (
+            prepare_codes(each, None, dtype, kernels(build), rounds_rows=rounds_rows) for each in (codes, whole)
+        )
+        for count in (1, 3, 5, 7, 33):
+            assert torch.equal(product(x[:count]), expected(x[:count])), (inner, count)
 
 
 @every_build
@@ -126,8 +147,12 @@ def test_a_coded_weight_takes_little_more_than_its_codes(dtype: torch.dtype) -> 
     for build in native.supported_modules():
         module = kernels(build)
         assert module is not None
-        for kind, most in ((CodeKind.INT8, 1.01), (CodeKind.FP8, 1.01), (CodeKind.INT4, 0.54)):
-            group = 64 if kind is CodeKind.INT4 else 896
+        for kind, group, most in (
+            (CodeKind.INT8, 896, 1.01),
+            (CodeKind.FP8, 896, 1.01),
+            (CodeKind.INT4, 64, 0.54),
+            (CodeKind.E2M1, 32, 0.57),
+        ):
             weight = CodedWeight(module, make_codes(kind, 1152, 896, group), None, dtype)
             assert weight._weight.nbytes < most * 1152 * 896
         with_mins = make_codes(CodeKind.INT4, 1152, 896, 32, has_mins=True, has_half_scales=False)
@@ -144,6 +169,22 @@ def test_kernels_refuse_sizes_that_they_do_not_take(outputs: int, inner: int, gr
         assert module is not None
         with pytest.raises(ValueError, match=limit):
             CodedWeight(module, make_codes(CodeKind.INT8, outputs, inner, group), None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        (CodeKind.E2M1, {"mins": torch.ones(1, 64)}, "minima: not of fp8 and e2m1"),
+        (CodeKind.E2M1, {"zeros": torch.ones(1, 64, dtype=torch.uint8)}, "zero points: of int4 alone, not of e2m1"),
+        (CodeKind.INT4, {"zeros": torch.full((1, 64), 16, dtype=torch.uint8)}, "a zero point is 16"),
+        (CodeKind.E2M1, {"codes": torch.full((64, 32), 16, dtype=torch.uint8)}, "a code is 16"),
+        (CodeKind.INT4, {"codes": torch.full((64, 32), 16, dtype=torch.uint8)}, "a code is 16"),
+        (CodeKind.E2M1, {"codes": torch.zeros(64, 32, dtype=torch.int8)}, "codes: torch.uint8, got torch.int8"),
+    ],
+)
+def test_codes_refuse_what_their_kind_does_not_have(kind: CodeKind, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace(make_codes(kind, 64, 32, 32), **options)
 
 
 @every_build

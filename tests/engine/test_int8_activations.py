@@ -74,14 +74,15 @@ def test_products_are_those_of_the_rounded_rows_with_the_same_bits_in_each_build
 def codes_sizes(codes: Codes) -> torch.Tensor:
     if codes.mins is None:
         return codes.dequantize(torch.float64).abs()
-    both = replace(codes, mins=None, zeros=torch.zeros_like(codes.mins, dtype=torch.uint8))
-    plain = replace(codes, mins=None) if codes.kind is CodeKind.INT8 else both
+    zeros = None if codes.kind is CodeKind.INT8 else torch.zeros_like(codes.mins, dtype=torch.uint8)
+    plain = replace(codes, mins=None, zeros=zeros)
     return plain.dequantize(torch.float64).abs() + codes.mins.T.repeat_interleave(codes.group, 1)[:, : codes.shape[1]]
 
 
 CASES: list[Callable[[], Codes]] = [
     lambda: make_codes(CodeKind.INT8, 192, 2601, 2601),
     lambda: make_codes(CodeKind.INT4, 128, 1403, 64, has_zeros=True),
+    lambda: make_codes(CodeKind.E2M1, 128, 1504, 32),
 ]
 
 

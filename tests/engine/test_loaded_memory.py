@@ -1,6 +1,8 @@
 import gc
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from decant.engine.cpu.kernels import loader as native
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
 from tests.e2e import fork_server
-from tests.engine import quantized, tiny
+from tests.engine import quantized, test_mxfp4, tiny
 from tests.engine.tiny_configs import MOE
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -40,21 +42,33 @@ def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: 
     assert measured["end"] < 1.3 * weights
 
 
+EXPERTS: dict[str, Any] = {**MOE, "num_experts": 16, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
+HEADS = {"hidden_size": 1024, "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16}
+
+
+def save_gptq(folder: Path, kind: str = "llama", **sizes: Any) -> Path:
+    return quantized.save_random_gptq(tiny.config(kind, **HEADS, **sizes, tie_word_embeddings=False), folder)
+
+
+def save_mxfp4(folder: Path, **sizes: Any) -> Path:
+    test_mxfp4.quantize(tiny.save_large(tiny.config("gpt_oss", **HEADS, **sizes), folder))
+    return folder
+
+
 @LINUX
 @pytest.mark.skipif(native.kind().endswith("torch"), reason="torch's products widen the weights")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    "save",
     [
-        ("llama", {"intermediate_size": 3072, "num_hidden_layers": 16}),
-        ("qwen3_moe", {**MOE, "num_experts": 16, "moe_intermediate_size": 1024, "num_hidden_layers": 2}),
+        partial(save_gptq, intermediate_size=3072, num_hidden_layers=16),
+        partial(save_gptq, kind="qwen3_moe", **EXPERTS),
+        partial(save_mxfp4, num_local_experts=32, intermediate_size=1024),
     ],
+    ids=["gptq", "gptq experts", "mxfp4 experts"],
 )
-def test_a_quantized_checkpoint_takes_little_more_than_its_files(
-    kind: str, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    heads = {"hidden_size": 1024, "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16}
-    folder = quantized.save_random_gptq(tiny.config(kind, **sizes, **heads, tie_word_embeddings=False), tmp_path)
+def test_a_quantized_checkpoint_takes_little_more_than_its_files(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = save(tmp_path)
     stored = (folder / "model.safetensors").stat().st_size
     run = fork_server.completed("tests.engine.measure_load", str(folder), "bfloat16", timeout=600)
     measured = json.loads(run.stdout.splitlines()[-1])

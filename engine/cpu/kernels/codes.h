@@ -1,6 +1,7 @@
 // Weights as codes times scales, from eight bits to four: weight[o, i] = scale[g, o] * number(code[o, i]), where g is the
 // group of i. Four-bit codes may have zeros: number(code) = code - zero[g, o], else code - 8. Those of four bits without
 // zeros and those of int8 may have minima: min[g, o] is subtracted from each weight of the group, and number(code) = code.
+// Those of e2m1, of four bits as well, have the numbers of a table.
 //
 //     weight   | CodesHeader, a line | bundle | bundle | ...
 //     bundle   BUNDLE panels (64 outputs): | group | group | ...
@@ -19,8 +20,14 @@ namespace decant {
 
 constexpr long BUNDLE = 4, BLOCK_STEPS = 4;
 
-// FP8: e4m3 times 2^-8, which the scales make up for. INT4_ZEROS, INT4_MINS: of kind INT4 in a header, with either.
-enum CodeKind : int32_t { INT8 = 1, INT4, FP8, INT4_ZEROS, INT4_MINS };
+// FP8: e4m3 times 2^-8, E2M1: times 2, which the scales make up for. INT4_ZEROS, INT4_MINS: of kind INT4 in a header, with
+// either.
+enum CodeKind : int32_t { INT8 = 1, INT4, FP8, E2M1, INT4_ZEROS, INT4_MINS };
+
+constexpr bool has_four_bits(int32_t kind) { return kind != INT8 && kind != FP8; }
+
+// Twice the numbers of e2m1.
+constexpr int8_t DOUBLED_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct CodesHeader {
     int32_t kind, has_zeros, half_scales, has_mins;
@@ -39,7 +46,7 @@ struct CodesShape {
           groups((length + group - 1) / group), scale_bytes(half_scales ? 2 : 4),
           zeros_at(BUNDLE * WIDTH * scale_bytes), mins_at(zeros_at + has_zeros * BUNDLE * WIDTH),
           blocks_at(mins_at + has_mins * BUNDLE * WIDTH * long(sizeof(float))),
-          panel_bytes(BLOCK_STEPS * T::KS * WIDTH / (of.kind == INT4 ? 2 : 1)), group_bytes(0), bundle_bytes(0) {
+          panel_bytes(BLOCK_STEPS * T::KS * WIDTH / (has_four_bits(of.kind) ? 2 : 1)), group_bytes(0), bundle_bytes(0) {
         block_bytes = BUNDLE * panel_bytes;
         group_bytes = blocks_at + (group + BLOCK_STEPS - 1) / BLOCK_STEPS * block_bytes;
         bundle_bytes = groups * group_bytes;
@@ -49,7 +56,7 @@ struct CodesShape {
 };
 
 inline void check(const CodesHeader& header, int64_t outputs, int64_t inner) {
-    require(header.kind >= INT8 && header.kind <= FP8, "code", "int8, int4 or fp8", header.kind);
+    require(header.kind >= INT8 && header.kind <= E2M1, "code", "int8, int4, fp8 or e2m1", header.kind);
     require(!header.has_zeros || header.kind == INT4, "zeros", "only of int4", header.kind);
     require(!header.has_mins || (header.kind <= INT4 && !header.has_zeros), "minima",
             "only of int8, and of int4 without zeros", header.kind);
@@ -99,13 +106,13 @@ inline Columns columns_of_fp8(__m128i bytes) {
 #endif
 }
 
-inline __m128i sixteen_bytes(const uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
+inline __m128i sixteen_bytes(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
 
 // Codes of one kind: `decode` decodes a block of one panel, `put` stores a code of a block of zeros. Steps of one inner
 // number: sixteen bytes, or the columns 0 to 7 in the lower halves of eight bytes and the others in the upper halves.
 template <class T, CodeKind KIND>
 struct Decoder {
-    __m128i zeros = _mm_set1_epi8(KIND == INT4_MINS ? 0 : 8);
+    __m128i zeros = _mm_set1_epi8(KIND == INT4_MINS ? 0 : 8), table = sixteen_bytes(DOUBLED_E2M1);
 
     void use_zeros(const uint8_t* at) {
         if (KIND == INT4_ZEROS) zeros = sixteen_bytes(at);
@@ -118,14 +125,15 @@ struct Decoder {
             else if constexpr (KIND == FP8) steps[s] = columns_of_fp8(sixteen_bytes(at + s * WIDTH));
             else {
                 __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at + s * WIDTH / 2));
-                __m128i codes = _mm_unpacklo_epi64(pairs, _mm_srli_epi16(pairs, 4));
-                steps[s] = columns_of_int8(_mm_sub_epi8(_mm_and_si128(codes, _mm_set1_epi8(15)), zeros));
+                __m128i both = _mm_unpacklo_epi64(pairs, _mm_srli_epi16(pairs, 4));
+                __m128i codes = _mm_and_si128(both, _mm_set1_epi8(15));
+                steps[s] = columns_of_int8(KIND == E2M1 ? _mm_shuffle_epi8(table, codes) : _mm_sub_epi8(codes, zeros));
             }
         }
     }
 
     static void put(uint8_t* block, long step, long, long column, uint8_t code) {
-        if (KIND == INT4 || KIND == INT4_ZEROS || KIND == INT4_MINS) block[step * WIDTH / 2 + column % 8] |= uint8_t(code << column / 8 * 4);
+        if (has_four_bits(KIND)) block[step * WIDTH / 2 + column % 8] |= uint8_t(code << column / 8 * 4);
         else block[step * WIDTH + column] = code;
     }
 };
@@ -160,16 +168,22 @@ struct Decoder<BFloat16, KIND> {
 // byte of a bfloat16. It is indexed by six bits of each byte: without zeros by the code and two others, which count for
 // nothing, with zeros by the code - zero + 16.
 template <CodeKind KIND>
-struct Int4Decoder {
+struct FourBitDecoder {
     static constexpr bool ZEROS = KIND == INT4_ZEROS;
-    __m512i offset, upper = table(8), lower = table(0);  // offset: 16 - zero
+    __m512i offset, upper = uppers, lower = lowers;  // offset: 16 - zero
+
+    static int number(int index) {
+        if (KIND == E2M1) return DOUBLED_E2M1[index % 16];
+        return ZEROS ? index % 32 - 16 : index % 16 - (KIND == INT4_MINS ? 0 : 8);
+    }
 
     static __m512i table(int shift) {
         alignas(LINE) uint8_t bytes[LINE];
-        for (int n = 0; n < LINE; n++)
-            bytes[n] = uint8_t(narrow(float(ZEROS ? n % 32 - 16 : n % 16 - (KIND == INT4_MINS ? 0 : 8))) >> shift);
+        for (int n = 0; n < LINE; n++) bytes[n] = uint8_t(narrow(float(number(n))) >> shift);
         return _mm512_load_si512(bytes);
     }
+
+    inline static const __m512i uppers = table(8), lowers = table(0);
 
     void use_zeros(const uint8_t* at) {
         if (!ZEROS) return;
@@ -198,13 +212,16 @@ struct Int4Decoder {
 };
 
 template <>
-struct Decoder<BFloat16, INT4> : Int4Decoder<INT4> {};
+struct Decoder<BFloat16, INT4> : FourBitDecoder<INT4> {};
 
 template <>
-struct Decoder<BFloat16, INT4_ZEROS> : Int4Decoder<INT4_ZEROS> {};
+struct Decoder<BFloat16, INT4_ZEROS> : FourBitDecoder<INT4_ZEROS> {};
 
 template <>
-struct Decoder<BFloat16, INT4_MINS> : Int4Decoder<INT4_MINS> {};
+struct Decoder<BFloat16, INT4_MINS> : FourBitDecoder<INT4_MINS> {};
+
+template <>
+struct Decoder<BFloat16, E2M1> : FourBitDecoder<E2M1> {};
 
 #endif
 
@@ -258,8 +275,8 @@ long pack_codes(const Codes& from, const CodesHeader& header, void* to) {
     CodesShape<T> shape(header);
     if (to) {
         std::memcpy(to, &header, sizeof header);
-        auto pack = header.kind == INT8 ? pack_bundle<T, INT8> : header.kind == INT4 ? pack_bundle<T, INT4>
-                                                                                   : pack_bundle<T, FP8>;
+        auto pack = header.kind == INT8 ? pack_bundle<T, INT8>
+                    : header.kind == FP8 ? pack_bundle<T, FP8> : pack_bundle<T, INT4>;  // E2M1 is packed as INT4 is
         #pragma omp parallel for schedule(static)
         for (long b = 0; b < header.outputs / (BUNDLE * WIDTH); b++)
             pack(from, header, shape, b, static_cast<uint8_t*>(to) + LINE + b * shape.bundle_bytes);

@@ -112,7 +112,7 @@ template <class T, CodeKind KIND, int ROWS, int PANELS>
 void stream_codes(const typename T::Factor* x, const CodePanels<T>& panels, float* out, long stride) {
     const CodesShape<T>& shape = panels.shape;
     const long length = shape.length, panel_bytes = shape.panel_bytes;
-    constexpr int LINES = KIND == INT8 || KIND == FP8 ? T::KS : 1;  // of a block of a panel
+    constexpr int LINES = has_four_bits(KIND) ? 1 : T::KS;  // of a block of a panel
     Decoder<T, KIND> decoders[PANELS];
     for (long g = 0; g < shape.groups; g++) {
         Chains<ROWS, PANELS> chains(nullptr, 0, false);
@@ -280,6 +280,7 @@ public:
     void multiply(const typename T::Factor* x, long rows, long panel, long count, float* out, long stride) const {
         auto multiply = header().kind == INT8 ? multiply_codes<T, INT8>
                         : header().kind == FP8 ? multiply_codes<T, FP8>
+                        : header().kind == E2M1 ? multiply_codes<T, E2M1>
                         : header().has_zeros ? multiply_codes<T, INT4_ZEROS>
                         : header().has_mins ? multiply_codes<T, INT4_MINS> : multiply_codes<T, INT4>;
         multiply(CodesShape<T>(header()), start + LINE, x, rows, panel, count, out, stride);

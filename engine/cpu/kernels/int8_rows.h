@@ -34,6 +34,11 @@ struct Int8 {
 
 constexpr long STEP_BYTES = Int8::KS * WIDTH;
 
+constexpr int32_t E2M1_OFFSET = 12;  // twice the largest number
+
+// The unsigned bytes of e2m1's codes.
+inline __m128i offset_e2m1() { return _mm_add_epi8(sixteen_bytes(DOUBLED_E2M1), _mm_set1_epi8(E2M1_OFFSET)); }
+
 #ifdef __AVX512BF16__
 
 // A step of a panel in registers: KS bytes for each column.
@@ -50,7 +55,10 @@ struct RawBytes {
     RawBytes lower() const { return {_mm512_and_si512(all, _mm512_set1_epi8(15))}; }
     RawBytes upper() const { return {_mm512_and_si512(_mm512_srli_epi16(all, 4), _mm512_set1_epi8(15))}; }
     RawBytes plus(const RawBytes& other) const { return {_mm512_add_epi8(all, other.all)}; }
+    // The bytes of this table at the given indices.
+    RawBytes at(const RawBytes& indices) const { return {_mm512_shuffle_epi8(all, indices.all)}; }
     Bytes bytes() const { return {all}; }
+    static RawBytes of_e2m1() { return {_mm512_broadcast_i32x4(offset_e2m1())}; }
     // 16 - zero, for each byte of a column.
     static RawBytes of_zeros(const uint8_t* zeros) {
         __m512i lanes = _mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtepu8_epi32(sixteen_bytes(zeros)));
@@ -116,7 +124,9 @@ struct RawBytes {
     RawBytes lower() const { return {_mm256_and_si256(all, _mm256_set1_epi8(15))}; }
     RawBytes upper() const { return {_mm256_and_si256(_mm256_srli_epi16(all, 4), _mm256_set1_epi8(15))}; }
     RawBytes plus(const RawBytes& other) const { return {_mm256_add_epi8(all, other.all)}; }
+    RawBytes at(const RawBytes& indices) const { return {_mm256_shuffle_epi8(all, indices.all)}; }
     Bytes bytes() const { return Bytes::of(all); }
+    static RawBytes of_e2m1() { return {_mm256_broadcastsi128_si256(offset_e2m1())}; }
     static RawBytes of_zeros(const uint8_t* zeros) {
         __m256i lanes = _mm256_sub_epi16(_mm256_set1_epi16(16), _mm256_cvtepu8_epi16(sixteen_bytes(zeros)));
         return {_mm256_mullo_epi16(lanes, _mm256_set1_epi16(0x0101))};

@@ -40,6 +40,7 @@ CASES: dict[str, Callable[[], Codes]] = {
     "int4-zeros": lambda: make_codes(CodeKind.INT4, 20, 90, 32, has_zeros=True),
     "int4-zeros-whole": lambda: make_codes(CodeKind.INT4, 20, 90, 90, has_zeros=True),
     "int4-mins": lambda: make_codes(CodeKind.INT4, 20, 130, 32, has_mins=True),
+    "e2m1": lambda: make_codes(CodeKind.E2M1, 20, 96, 32),
     "fp8": lambda: make_codes(CodeKind.FP8, 37, 200, 200, has_half_scales=False),
     "fp8-blocks": lambda: make_codes(CodeKind.FP8, 20, 260, 128),
 }
@@ -123,7 +124,7 @@ def test_every_code_is_its_number(kind: CodeKind) -> None:
     match kind:
         case CodeKind.INT8:
             numbers = every.view(torch.int8)
-        case CodeKind.INT4:
+        case CodeKind.INT4 | CodeKind.E2M1:
             numbers = every % 16
         case CodeKind.FP8:
             numbers = torch.where(every & 127 == 127, 0, every).view(torch.float8_e4m3fn)
