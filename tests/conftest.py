@@ -48,10 +48,13 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
+    "tests/bench/test_gpu_kit.py",
     "tests/e2e/test_every_cut.py",
     "tests/e2e/test_examples.py",
     "tests/e2e/test_install.py",
     "tests/e2e/test_previous_version.py",
+    "tests/engine/cuda/test_compiling.py",
+    "tests/engine/guides/test_conformance.py",
     "tests/engine/test_all_architectures.py",
     "tests/engine/test_architectures.py",
     "tests/engine/test_bits.py",

@@ -88,11 +88,10 @@ def outline(checkpoint: Checkpoint) -> ModelOutline:
         with refuse_model_on_error(name, "its rotary scaling can't be frozen"):
             rope.freeze(model, context_length)
         refuse_other_state(model, name, _TOKENS)
-        alone, mode.lookups = mode.lookups, []
         counter = FlopCounterMode(display=False)
         with counter:
             _, layers = learn_attention(model, name, context_length)
-        _check_lookups(model, name, mode, alone)
+        _check_lookups(model, name, mode)
     tables = {id(table.weight): table.weight for table in model.modules() if isinstance(table, torch.nn.Embedding)}
     head = model.get_output_embeddings()
     tied = 0 if head is None or id(head.weight) not in tables else head.weight.numel()
@@ -109,16 +108,12 @@ def outline(checkpoint: Checkpoint) -> ModelOutline:
     )
 
 
-def _check_lookups(model: PreTrainedModel, name: str, mode: MetaWeights, alone: list[torch.Tensor]) -> None:
-    """Refuse a model that counts rows instead of positions: the sequences of a step share its rows.
-
-    ``alone``: the look-ups of a pass of ``_TOKENS``, which are repeated here if that pass failed before its last one.
-    """
+def _check_lookups(model: PreTrainedModel, name: str, mode: MetaWeights) -> None:
+    """Refuse a model that counts rows instead of positions: the sequences of a step share its rows."""
+    expected = _lookups(model, name, mode, _TOKENS, {})
     tokens = [_TOKENS[index] for index in _REPEATED]
     found = _lookups(model, name, mode, tokens, {"position_ids": torch.tensor([_REPEATED])})
-    if len(alone) != len(found):
-        alone = _lookups(model, name, mode, _TOKENS, {})
-    for one, other in zip(alone, found, strict=False):
+    for one, other in zip(expected, found, strict=False):
         if not (one.is_meta or other.is_meta or torch.equal(one[..., _REPEATED].flatten(), other.flatten())):
             raise ModelRefused(name, "beside others, a sequence looks embeddings up at other indices than alone")
 
