@@ -6,7 +6,7 @@ ascending order, for any number of rows.
 
 One row is multiplied without tensor cores, by weights in float32.
 
-Two tiles of int4 are neighbours in memory: the numbers of the first one are in the lower bits of its bytes::
+Two tiles of int4 or e2m1 are neighbours in memory: the numbers of the first one are in the lower bits of its bytes::
 
     inputs   0 .. T-1   T .. 2T-1   2T .. 3T-1   3T .. 4T-1
     bytes    [ low        high ]    [ low          high ]       T bytes each
@@ -19,7 +19,8 @@ import triton.language as tl
 
 from decant.engine.cuda.attention_kernels import product_onto
 
-INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+INT8, FP8, INT4, E2M1 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""From INT4 on, two codes are in a byte."""
 
 
 @triton.jit
@@ -28,6 +29,16 @@ def decode(codes, KIND: tl.constexpr):
     if KIND == FP8:
         bits = codes.to(tl.uint16)
         codes = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
+    return codes
+
+
+@triton.jit
+def four_bits(codes, KIND: tl.constexpr):
+    """Numbers of codes from 0 to 15: those of e2m1 doubled, of int4 not yet less a zero point."""
+    if KIND == E2M1:
+        rest = codes & 7
+        doubled = tl.where(rest < 4, rest, (2 + (rest & 1)) << (tl.maximum(rest >> 1, 1) - 1)).to(tl.int8)
+        codes = tl.where(codes < 8, doubled, -doubled)
     return codes
 
 
@@ -65,11 +76,11 @@ def tile_product(
     ``starts`` [TILE_COLUMNS, TILE_DEPTH] are pointers to the first codes of the columns, others to what they have.
     """
     total = tl.zeros([TILE_COLUMNS, TILE_ROWS], tl.float32)
-    if KIND == INT4:
+    if KIND >= INT4:
         for start in range(0, depth, 2 * TILE_DEPTH):
             pairs = tl.load(starts + start // 2)
-            low, high = pairs & 15, pairs >> 4
-            if not ZEROS and not MINS:
+            low, high = four_bits(pairs & 15, KIND), four_bits(pairs >> 4, KIND)
+            if KIND == INT4 and not ZEROS and not MINS:
                 low, high = low.to(tl.int8) - 8, high.to(tl.int8) - 8
             total = add_tile(
                 total, low, x, scales, zeros, mins, row, is_row, x_row, start, depth,
@@ -175,13 +186,14 @@ def multiply_row_codes(
     for first in tl.range(0, codes_row, TILES * TILE_DEPTH, num_stages=STAGES):
         start = first + tile
         loaded = tl.load(starts + first, (start < codes_row)[None, :, None], 0)
-        if KIND == INT4:
+        if KIND >= INT4:
+            low, high = four_bits(loaded & 15, KIND), four_bits(loaded >> 4, KIND)
             total += row_products(
-                loaded & 15, x, scales, zeros, mins, existing, 2 * start, depth, group, group_row,
+                low, x, scales, zeros, mins, existing, 2 * start, depth, group, group_row,
                 KIND, ZEROS, MINS, WHOLE, TILE_DEPTH,
             )  # fmt: skip
             total += row_products(
-                loaded >> 4, x, scales, zeros, mins, existing, 2 * start + TILE_DEPTH, depth, group, group_row,
+                high, x, scales, zeros, mins, existing, 2 * start + TILE_DEPTH, depth, group, group_row,
                 KIND, ZEROS, MINS, WHOLE, TILE_DEPTH,
             )  # fmt: skip
         else:
@@ -212,9 +224,9 @@ def dequantize(
     exists = (start < codes_row)[None, :, None]
     loaded = tl.load(codes + existing.to(tl.int64)[:, None, None] * codes_row + places[None, :, :], exists, 0)
     rows = out + existing.to(tl.int64)[:, None, None] * depth
-    for half in tl.static_range(2 if KIND == INT4 else 1):
-        if KIND == INT4:
-            first, numbers = 2 * start + half * TILE_DEPTH, loaded >> 4 if half else loaded & 15
+    for half in tl.static_range(2 if KIND >= INT4 else 1):
+        if KIND >= INT4:
+            first, numbers = 2 * start + half * TILE_DEPTH, four_bits(loaded >> 4 if half else loaded & 15, KIND)
         else:
             first, numbers = start, decode(loaded, KIND)
         weights = numbers_to_weights(

@@ -55,10 +55,18 @@ DEQUANTIZE = RowShape(8, 256, 4, 1)
 EXACT = TileShape(64, 32, 4, 3)
 """Of any number of rows: one compiled kernel, so that a row's bits are those of no other."""
 
-_KINDS = {CodeKind.INT8: kernels.INT8, CodeKind.INT4: kernels.INT4, CodeKind.FP8: kernels.FP8}
+_KINDS = {
+    CodeKind.INT8: kernels.INT8,
+    CodeKind.INT4: kernels.INT4,
+    CodeKind.FP8: kernels.FP8,
+    CodeKind.E2M1: kernels.E2M1,
+}
 
-_FP8_FACTOR = 256
-"""The kernel's fp8 numbers are that much smaller."""
+_IN_PAIRS = (CodeKind.INT4, CodeKind.E2M1)
+"""Two codes are in a byte."""
+
+_SCALE_FACTORS = {CodeKind.FP8: 256.0, CodeKind.E2M1: 0.5}
+"""The kernel's numbers of fp8 are that much smaller, and those of e2m1 doubled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +114,9 @@ class CodedProduct(nn.Module):
         self, codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device, *, is_exact: bool
     ) -> None:
         super().__init__()
-        codes = codes.without_e2m1()
         self.dtype, self.is_exact = dtype, is_exact
         self.out_features, self.in_features = codes.shape
-        scales = codes.scales * _FP8_FACTOR if codes.kind is CodeKind.FP8 else codes.scales
+        scales = codes.scales * _SCALE_FACTORS.get(codes.kind, 1.0)
         halves = scales.half()
         scales = halves if torch.equal(halves.float(), scales) else scales
         parts = (scales, codes.zeros, codes.mins, bias, codes.order)
@@ -184,8 +191,8 @@ class CodedProduct(nn.Module):
         )
 
     def _multiply_row(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        is_int4 = self.layout.kind is CodeKind.INT4
-        shape, has_offset = ROW_INT4 if is_int4 else ROW, is_int4 or self.mins is not None
+        kind = self.layout.kind
+        shape, has_offset = ROW_INT4 if kind in _IN_PAIRS else ROW, kind is CodeKind.INT4 or self.mins is not None
         kernels.multiply_row_codes[(-(-self.out_features // shape.columns),)](
             *(rows, *self._parts(), self.scales if self.bias is None else self.bias, out),
             *(self.out_features, self.in_features, self.codes.stride(0), self.layout.group, self.scales.stride(0)),
@@ -226,12 +233,12 @@ class CodedProduct(nn.Module):
 
 
 def _packed(codes: torch.Tensor, kind: CodeKind, depth: int) -> torch.Tensor:
-    """Return a copy of codes [out, in] as bytes [out, whole tiles], two tiles of int4 in one."""
+    """Return a copy of codes [out, in] as bytes [out, whole tiles], two tiles of int4 or e2m1 in one."""
     outputs, inner = codes.shape
-    whole = 2 * depth if kind is CodeKind.INT4 else depth
+    whole = 2 * depth if kind in _IN_PAIRS else depth
     padded = codes.new_zeros(outputs, -(-inner // whole) * whole, dtype=torch.uint8)
     padded[:, :inner] = codes.view(torch.uint8)
-    if kind is not CodeKind.INT4:
+    if kind not in _IN_PAIRS:
         return padded.view(torch.int8) if kind is CodeKind.INT8 else padded
     pairs = padded.view(outputs, -1, 2, depth)
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)

@@ -136,6 +136,7 @@ def coded_product_shapes() -> dict[str, Kernel]:
         ("int4 with minima", "*u8", "*fp32", coded_product.FEW, {"KIND": int4, "MINS": True, "TILE_DEPTH": 32}),
         ("int4 exact", "*u8", "*fp16", coded_product.EXACT, {"KIND": int4, "ZEROS": True}),
         ("fp8 of few rows", "*u8", "*fp32", coded_product.FEW, {"KIND": fp8}),
+        ("e2m1", "*u8", "*fp16", coded_product.MANY, {"KIND": coded_kernels.E2M1.value, "TILE_DEPTH": 32}),
     ):
         tiles = {"TILE_ROWS": shape.rows, "TILE_COLUMNS": shape.columns, "TILE_DEPTH": coded_product.DEEPEST}
         zeros = "*u8" if changes.get("ZEROS") else scale
@@ -147,7 +148,7 @@ def coded_product_shapes() -> dict[str, Kernel]:
 
 def expert_shapes() -> dict[str, Kernel]:
     """Experts of Qwen3-30B-A3B's shape, 8 of them for each token."""
-    int8, int4 = (kind.value for kind in (coded_kernels.INT8, coded_kernels.INT4))
+    int8, int4, e2m1 = (kind.value for kind in (coded_kernels.INT8, coded_kernels.INT4, coded_kernels.E2M1))
     constants = {"MINS": False, "BIAS": True, "TOP_K": 8, "TILE_DEPTH": coded_product.DEEPEST}
     kernels: dict[str, Kernel] = {
         "place_pairs": (
@@ -167,6 +168,13 @@ def expert_shapes() -> dict[str, Kernel]:
         ("int4", "*u8", "*fp16", grouped_experts.MANY, {"KIND": int4, "ZEROS": True, "WHOLE": False}),
         ("int4 of few rows", "*u8", "*fp16", coded_product.FEW, {"KIND": int4, "ZEROS": True, "WHOLE": False}),
         ("int4 exact", "*u8", "*fp16", grouped_experts.EXACT, {"KIND": int4, "ZEROS": True, "WHOLE": False}),
+        (
+            "e2m1",
+            "*u8",
+            "*fp16",
+            grouped_experts.MANY,
+            {"KIND": e2m1, "ZEROS": False, "WHOLE": False, "TILE_DEPTH": 32},
+        ),
         ("int8 exact", "*i8", "*fp32", grouped_experts.EXACT, {"KIND": int8, "ZEROS": False, "WHOLE": True}),
     ):
         tiles = {"TILE_ROWS": shape.rows, "TILE_COLUMNS": shape.columns}
@@ -187,6 +195,7 @@ def coded_row_shapes() -> dict[str, Kernel]:
         ("int4", "*u8", None, row_int4, int4, False),
         ("int4 with zero points", "*u8", "*u8", row_int4, int4, False),
         ("fp8", "*u8", None, row, fp8, True),
+        ("e2m1", "*u8", None, row_int4, coded_kernels.E2M1.value, False),
     ):
         kinds = {"KIND": kind, "ZEROS": zero is not None, "MINS": False, "TILE_DEPTH": coded_product.DEEPEST}
         parts = f"{code} *fp16 {zero or '*fp16'} *fp16"

@@ -133,7 +133,7 @@ def test_every_code_is_its_number(kind: CodeKind) -> None:
     assert torch.equal(found.T.float().cpu(), codes.dequantize(torch.float32))
 
 
-@pytest.mark.parametrize("case", ["int8", "int4-zeros", "int4-mins", "fp8-blocks"])
+@pytest.mark.parametrize("case", ["int8", "int4-zeros", "int4-mins", "fp8-blocks", "e2m1"])
 def test_a_row_has_the_same_bits_in_any_batch(case: str) -> None:
     codes = CASES[case]()
     product, rows = product_of(codes, torch.bfloat16, is_exact=True), random(35, codes.shape[1])
@@ -144,8 +144,14 @@ def test_a_row_has_the_same_bits_in_any_batch(case: str) -> None:
 
 
 def test_codes_take_the_memory_of_their_bits() -> None:
-    for kind, most in ((CodeKind.INT8, 1.01), (CodeKind.FP8, 1.01), (CodeKind.INT4, 0.54)):
-        product = product_of(make_codes(kind, 256, 640, 64 if kind is CodeKind.INT4 else 640), torch.bfloat16)
+    most_bytes = (
+        (CodeKind.INT8, 640, 1.01),
+        (CodeKind.FP8, 640, 1.01),
+        (CodeKind.INT4, 64, 0.54),
+        (CodeKind.E2M1, 32, 0.57),
+    )
+    for kind, group, most in most_bytes:
+        product = product_of(make_codes(kind, 256, 640, group), torch.bfloat16)
         assert sum(each.nbytes for each in product.buffers()) < most * 256 * 640
 
 

@@ -37,6 +37,7 @@ CASES: dict[str, Callable[[int], Codes]] = {
     "int4-order": lambda seed: replace(
         make_codes(CodeKind.INT4, 20, 64, 32, has_zeros=True), order=torch.arange(64).roll(seed)
     ),
+    "e2m1": lambda seed: shuffled(make_codes(CodeKind.E2M1, 20, 96, 32), seed),
     "fp8": lambda seed: shuffled(make_codes(CodeKind.FP8, 20, 96, 96, has_half_scales=False), seed),
 }
 
