@@ -43,11 +43,10 @@ def load(
         backend.device,
         load_to_device=backend.loads_to_device,
         keep_codes=backend.keeps_codes,
-        keep_experts=backend.keeps_experts,
     )
     if config.quantize is not None:
         with refuse_model_on_error(source.name, "its weights can't be quantized"):
-            quantize(model, config.quantize, experts=backend.keeps_experts)
+            quantize(model, config.quantize)
     if config.activations != "auto" and not round_rows(model):
         limit = f"auto for {source.name}, which has no weights of int8 or int4 (quantize makes them)"
         raise InvalidConfig("activations", limit, config.activations)

@@ -88,20 +88,18 @@ class Checkpoint:
         *,
         load_to_device: bool = False,
         keep_codes: bool = False,
-        keep_experts: bool = False,
     ) -> PreTrainedModel:
         """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
 
-        With ``keep_codes``, linear layers with a quantized weight are a ``CodedLinear``, and nothing of it is read, and
-        embeddings are a ``CodedEmbedding``.
-        With ``keep_experts``, so are those of ``ExpertLayers``. Other quantized weights are dequantized.
+        With ``keep_codes``, linear layers with a quantized weight and those of ``ExpertLayers`` are a ``CodedLinear``,
+        whose weight is not read yet, and embeddings a ``CodedEmbedding``. Other quantized weights are dequantized.
 
         With ``load_to_device``, if accelerate is installed and there are no such towers, each tensor goes to the device
         as it is read, unless some stay quantized. Else the model is in the host's memory first, as mapped files or as a
         copy in another dtype.
         """
         with refuse_model_on_error(self.name, "transformers can't load it"):
-            model_class, source, coded, experts = self._source(dtype, keep_codes, keep_experts)
+            model_class, source, coded, experts = self._source(dtype, keep_codes)
             is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
             is_placed = is_placed and not coded and not experts
             placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
@@ -150,7 +148,7 @@ class Checkpoint:
         return model
 
     def _source(
-        self, dtype: torch.dtype, keep_codes: bool, keep_experts: bool
+        self, dtype: torch.dtype, keep_codes: bool
     ) -> tuple[Any, dict[str, Any], dict[str, Weight], dict[str, CodedExperts]]:
         """Return a class, where it loads its weights from, and what it gets placeholders for: layers, and experts."""
         auto = _auto_class(self.config)
@@ -160,16 +158,14 @@ class Checkpoint:
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
         model_class = auto._model_mapping[type(self.config)]  # the auto class needs a path
         slices = dict(self.weight_format.open(files) or {})
-        coded, experts = self._coded(slices, keep_experts) if keep_codes else ({}, {})
+        coded, experts = self._coded(slices) if keep_codes else ({}, {})
         slices |= {weight.name: placeholder(weight.shape, dtype) for weight in coded.values()}
         for each in experts.values():
             slices = {name: tensor for name, tensor in slices.items() if name not in each.names}
             slices |= {name: placeholder(shape, dtype) for name, shape in each.tensors.items()}
         return model_class, {"pretrained_model_name_or_path": None, "state_dict": slices}, coded, experts
 
-    def _coded(
-        self, slices: Mapping[str, Slice], keep_experts: bool
-    ) -> tuple[dict[str, Weight], dict[str, CodedExperts]]:
+    def _coded(self, slices: Mapping[str, Slice]) -> tuple[dict[str, Weight], dict[str, CodedExperts]]:
         """Return quantized weights of linear layers and embeddings, by their names in the model, and of experts."""
         made = self.make(torch.device("meta"))
         named = made.named_modules()
@@ -177,8 +173,7 @@ class Checkpoint:
         found = {layer: slices.get(f"{layer}.weight") for layer in layers}
         coded = {layer: weight for layer, weight in found.items() if isinstance(weight, Weight)}
         coded |= _tied_head(made, coded, slices)
-        experts = dict(find_coded(made, slices))
-        return coded, experts if keep_experts else {}
+        return coded, dict(find_coded(made, slices))
 
     def _download(self) -> Path:
         if self.revision is None:

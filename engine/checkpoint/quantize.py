@@ -43,14 +43,13 @@ Map = Callable[[Callable[[torch.Tensor], _Encoded], Iterable[torch.Tensor]], Ite
 
 
 @torch.inference_mode()
-def quantize(model: PreTrainedModel, to: Quantization, *, experts: bool = False) -> None:
-    """Replace the plain linear layers of a model, one after the other, by ``CodedLinear``. Raises ValueError.
-
-    With ``experts``, the weights of transformers' experts (``has_stacked_experts``) are quantized, too.
+def quantize(model: PreTrainedModel, to: Quantization) -> None:
+    """Replace the plain linear layers of a model, one after the other, by ``CodedLinear``, then transformers' experts
+    (``has_stacked_experts``) by ``ExpertLayers`` of these. Raises ValueError.
     """
     with _pieces_in_threads() as each:
         _quantize_layers(model, to, each)
-        stacked = [name for name, module in model.named_modules() if experts and has_stacked_experts(module)]
+        stacked = [name for name, module in model.named_modules() if has_stacked_experts(module)]
         made = {name: _quantize_experts(name, model.get_submodule(name), to, each) for name in stacked}
     for name, coded in made.items():
         replace_experts(model, {name: coded}, model.dtype)

@@ -33,7 +33,6 @@ class CpuBackend(TorchBackend):
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
     keeps_codes = True
-    keeps_experts = True
     rounds_rows = True
     _kernels: ModuleType | None = None
 

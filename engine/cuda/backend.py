@@ -81,7 +81,7 @@ class CudaBackend(TorchBackend):
     With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
     """
 
-    keeps_codes = keeps_experts = True
+    keeps_codes = True
     block_size = TILE  # the keys of a tile are in one block
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:

@@ -52,12 +52,7 @@ class Backend(Protocol):
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether ``prepare`` takes quantized weights (``CodedLinear``); if not, a load dequantizes them."""
-        ...
-
-    @property
-    def keeps_experts(self) -> bool:
-        """Whether it also takes those of experts (``ExpertLayers``)."""
+        """Whether ``prepare`` takes quantized weights of layers and experts; if not, a load dequantizes them."""
         ...
 
     @property
@@ -139,7 +134,6 @@ class TorchBackend:
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
     keeps_codes = False
-    keeps_experts = False
     rounds_rows = False
     block_size = BLOCK_SIZE
 

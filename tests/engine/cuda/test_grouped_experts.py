@@ -125,7 +125,7 @@ def experts_of(kind: str, layout: str | None, folder: Path, dtype: torch.dtype =
         quantized.quantize(folder, quantized.LAYOUTS[layout], test_coded_experts.is_expert)
     model = test_coded_experts.read(folder)
     if layout is None:
-        quantize(model, "int4", experts=True)
+        quantize(model, "int4")
     found = next(module for module in model.to(DEVICE).modules() if isinstance(module, ExpertLayers))
     assert isinstance(found, ExpertLayers)
     return found
