@@ -46,7 +46,7 @@ def load(
     )
     if config.quantize is not None:
         with refuse_model_on_error(source.name, "its weights can't be quantized"):
-            quantize(model, config.quantize)
+            quantize(model, config.quantize, backend.quantize_piece)
     if config.activations != "auto" and not round_rows(model):
         limit = f"auto for {source.name}, which has no weights of int8 or int4 (quantize makes them)"
         raise InvalidConfig("activations", limit, config.activations)

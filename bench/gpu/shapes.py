@@ -150,7 +150,7 @@ def make_served(
     config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, exact=exact, **asdict(served))
     context_length = model.config.max_position_embeddings
     if served.quantize is not None:
-        quantize(model, served.quantize)
+        quantize(model, served.quantize, choose_backend(config).quantize_piece)
     read = ReadModel(model, name, context_length, lambda layout: f"{name} {layout}")
     return make_device(read, config, choose_backend(config))
 

@@ -52,6 +52,9 @@ class ExpertLayers(nn.Module):
     A token's experts are added in the router's order. The original module, ``experts``, loses its weights.
     """
 
+    original: tuple[nn.Module, ...] = ()
+    """Of ``CodedLinear``, the original module; in a tuple it is no part of the model."""
+
     def __init__(self, experts: Any, up: nn.ModuleList, down: nn.ModuleList) -> None:
         super().__init__()
         self.gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
@@ -59,7 +62,6 @@ class ExpertLayers(nn.Module):
         self.up, self.down = up, down
         for name in (first_of(experts), DOWN):
             delattr(experts, name)
-        self._original = (experts,)  # in a tuple it is no part of the model
 
     def forward(self, states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         count, top_k = top_k_index.shape
@@ -78,7 +80,8 @@ class ExpertLayers(nn.Module):
 
     def dequantized(self, device: torch.device) -> nn.Module:
         """Return transformers' module with the weights of the ``CodedLinear`` that this one has."""
-        (experts,) = self._original
+        experts: Any
+        (experts,) = self.original
         for tensor, layers in ((first_of(experts), self.up), (DOWN, self.down)):
             matrices = [
                 torch.cat([part.source[:].to(device, part.dtype) for part in parts_of(layer)]) for layer in layers
@@ -177,6 +180,7 @@ def replace_experts(model: nn.Module, found: Mapping[str, CodedExperts], dtype: 
         arguments, expected = _first_two(module, coded, dtype)
         module.num_experts = len(coded.up)
         made = ExpertLayers(module, *layers.values())
+        made.original = (module,)
         check_equal(module, made(*arguments), expected)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made)

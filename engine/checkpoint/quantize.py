@@ -32,8 +32,8 @@ _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 _Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Codes [out, in], scales and zero points [groups, out]; int8 has no zero points."""
 
-_PIECE, _PIECE_ON_DEVICE = 1 << 16, 1 << 24
-"""Numbers that are quantized at once: those that stay in a core's cache; on a GPU, as many as keep it busy."""
+PIECE = 1 << 16
+"""Numbers that are quantized at once, which stay in a core's cache."""
 
 _SMALLEST_HALF = 2.0**-14
 """Of float16 with all of its bits."""
@@ -43,14 +43,14 @@ Map = Callable[[Callable[[torch.Tensor], _Encoded], Iterable[torch.Tensor]], Ite
 
 
 @torch.inference_mode()
-def quantize(model: PreTrainedModel, to: Quantization) -> None:
+def quantize(model: PreTrainedModel, to: Quantization, piece: int = PIECE) -> None:
     """Replace the plain linear layers of a model, one after the other, by ``CodedLinear``, then transformers' experts
-    (``has_stacked_experts``) by ``ExpertLayers`` of these. Raises ValueError.
+    (``has_stacked_experts``) by ``ExpertLayers`` of these, ``piece`` numbers at a time. Raises ValueError.
     """
     with _pieces_in_threads() as each:
-        _quantize_layers(model, to, each)
+        _quantize_layers(model, to, each, piece)
         stacked = [name for name, module in model.named_modules() if has_stacked_experts(module)]
-        made = {name: _quantize_experts(name, model.get_submodule(name), to, each) for name in stacked}
+        made = {name: _quantize_experts(name, model.get_submodule(name), to, each, piece) for name in stacked}
     for name, coded in made.items():
         replace_experts(model, {name: coded}, model.dtype)
 
@@ -67,32 +67,36 @@ def _pieces_in_threads() -> Iterator[Map]:
         torch.set_num_threads(threads)
 
 
-def _quantize_layers(model: PreTrainedModel, to: Quantization, each: Map) -> None:
+def _quantize_layers(model: PreTrainedModel, to: Quantization, each: Map, piece: int) -> None:
     head = model.get_output_embeddings()
     layers = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
     for name, module in layers.items():
         parent, _, child = name.rpartition(".")
         assert isinstance(module, nn.Linear)
-        source = quantized(f"{name}.weight", module.weight, "int8" if module is head else to, each)
+        source = quantized(f"{name}.weight", module.weight, "int8" if module is head else to, each, piece)
         setattr(model.get_submodule(parent), child, CodedLinear(source, module.bias, module.weight.dtype))
 
 
-def _quantize_experts(name: str, module: Any, to: Quantization, each: Map) -> CodedExperts:
+def _quantize_experts(name: str, module: Any, to: Quantization, each: Map, piece: int) -> CodedExperts:
     made = {}
     for tensor in (first_of(module), DOWN):
         weights = getattr(module, tensor).transpose(1, 2) if module.is_transposed else getattr(module, tensor)
-        made[tensor] = tuple((quantized(f"{name}.{tensor}.{at}", one, to, each),) for at, one in enumerate(weights))
+        made[tensor] = tuple(
+            (quantized(f"{name}.{tensor}.{at}", one, to, each, piece),) for at, one in enumerate(weights)
+        )
         setattr(module, tensor, None)  # freed before the next one is made
     return CodedExperts(made[first_of(module)], made[DOWN], {})
 
 
-def quantized(name: str, weight: torch.Tensor, to: Quantization, each: Map = map) -> Weight:
-    """Quantize a matrix [out, in]. Raises ValueError, with its name, if a number is not finite."""
+def quantized(name: str, weight: torch.Tensor, to: Quantization, each: Map = map, piece: int = PIECE) -> Weight:
+    """Quantize a matrix [out, in], ``piece`` numbers at a time.
+
+    Raises ValueError, with its name, if a number is not finite.
+    """
     outputs, inner = weight.shape
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{name} has numbers that are not finite")
     encode = _int8 if to == "int8" else _int4
-    piece = _PIECE if weight.device.type == "cpu" else _PIECE_ON_DEVICE
     parts = list(each(encode, weight.split(max(1, piece // inner))))
     codes, scales, zeros = (torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True))
     if to == "int8":

@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from decant.engine.checkpoint.quantize import PIECE
 from decant.engine.cpu import fused_layer, linear
 from decant.engine.cpu.adapters import CpuAdapters
 from decant.engine.cpu.attention import NativeAttention
@@ -33,6 +34,7 @@ class CpuBackend(TorchBackend):
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
     keeps_codes = True
+    quantize_piece = PIECE
     rounds_rows = True
     _kernels: ModuleType | None = None
 

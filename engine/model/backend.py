@@ -56,6 +56,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def quantize_piece(self) -> int:
+        """Numbers of a weight that ``--quantize`` takes at once."""
+        ...
+
+    @property
     def rounds_rows(self) -> bool:
         """Whether its products round the inputs of a ``CodedLinear`` that asks for it."""
         ...
@@ -134,6 +139,7 @@ class TorchBackend:
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
     keeps_codes = False
+    quantize_piece = 1 << 24  # a GPU is busy with so many
     rounds_rows = False
     block_size = BLOCK_SIZE
 

@@ -140,9 +140,9 @@ def test_fp8_and_groups_that_kernels_do_not_take_are_multiplied_as_without() -> 
 @needs_kernels
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "gates and ups of other groups"])
 def test_a_fused_layer_has_the_bits_of_its_parts(mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quantize_both(model: Any, to: Any) -> None:
+    def quantize_both(model: Any, to: Any, piece: int) -> None:
         ups = [layer.mlp.up_proj for layer in model.model.layers]
-        quantize(model, to)
+        quantize(model, to, piece)
         for layer, up in zip(model.model.layers, ups, strict=True):
             layer.mlp.up_proj = up
         quantize(model, "int8")

@@ -52,14 +52,11 @@ def test_numbers_that_are_not_finite_are_refused_by_name(to: Quantization, value
 
 
 @every_kind
-def test_a_weight_has_the_same_codes_in_pieces_of_several_threads(
-    to: Quantization, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_has_the_same_codes_in_pieces_of_several_threads(to: Quantization) -> None:
     weight = torch.randn(96, 80, generator=torch.Generator().manual_seed(0))
     whole = quantized("x.weight", weight, to).codes()
-    monkeypatch.setattr(module, "_PIECE", 7 * 80)
     with module._pieces_in_threads() as each:
-        pieces = quantized("x.weight", weight, to, each).codes()
+        pieces = quantized("x.weight", weight, to, each, 7 * 80).codes()
     assert torch.equal(pieces.codes, whole.codes)
     assert torch.equal(pieces.scales, whole.scales)
     assert whole.zeros is None or torch.equal(whole.zeros, pieces.zeros)  # type: ignore[arg-type]
