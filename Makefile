@@ -9,7 +9,7 @@
 # make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside, GUIDES=2000 hostile guides
 # make image      the container images with buildah; deploy/build_image.sh has the variables
 # make image-demo  the built images as Redis, router, prefill and decode worker, by podman or BY=chroot: one answer
-# make combinations  every combination of deploy/components rendered and checked, half an hour; the suite has each pair
+# make combinations  every combination of deploy/components rendered and checked, for long; the suite has each pair
 # make prometheus Prometheus of Debian in build/prometheus, for the tests of alerts and dashboard; not installed
 # make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
 # make audit      known vulnerabilities of requirements.lock, and what was not audited (needs the records of pypi.org itself)
