@@ -35,6 +35,9 @@ _Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PIECE = 1 << 16
 """Numbers that are quantized at once, which stay in a core's cache."""
 
+_LARGEST_INT4 = 1e18
+"""Of the numbers whose squared errors in a group have a sum in float32."""
+
 _SMALLEST_HALF = 2.0**-14
 """Of float16 with all of its bits."""
 
@@ -91,11 +94,13 @@ def _quantize_experts(name: str, module: Any, to: Quantization, each: Map, piece
 def quantized(name: str, weight: torch.Tensor, to: Quantization, each: Map = map, piece: int = PIECE) -> Weight:
     """Quantize a matrix [out, in], ``piece`` numbers at a time.
 
-    Raises ValueError, with its name, if a number is not finite.
+    Raises ValueError, with its name, if a number is not finite or too large.
     """
     outputs, inner = weight.shape
     if not bool(weight.isfinite().all()):
         raise ValueError(f"{name} has numbers that are not finite")
+    if to == "int4" and float(weight.abs().amax()) > _LARGEST_INT4:
+        raise ValueError(f"{name} has numbers above {_LARGEST_INT4:g}, which int4 does not take")
     encode = _int8 if to == "int8" else _int4
     parts = list(each(encode, weight.split(max(1, piece // inner))))
     codes, scales, zeros = (torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (0, 1, 1), strict=True))

@@ -42,6 +42,15 @@ def test_equal_numbers_stay_what_they_are(to: Quantization, value: float) -> Non
     assert torch.allclose(made[:], torch.full((65, 100), value), rtol=1e-3)
 
 
+def test_numbers_that_are_too_large_for_int4_are_refused_by_name_and_others_fitted() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    for largest in (1.0, 9e17):
+        large = weight / weight.abs().amax() * largest
+        assert float((quantized("x.weight", large, "int4")[:] - large).norm() / large.norm()) < 0.15
+    with pytest.raises(ValueError, match=r"x\.weight has numbers above 1e\+18, which int4 does not take"):
+        quantized("x.weight", weight * 1e20, "int4")
+
+
 @every_kind
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_refused_by_name(to: Quantization, value: float) -> None:
